@@ -1,0 +1,44 @@
+# Every target works on a fresh machine: it makes .venv and installs what it needs, and is quick the second time.
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-deep lint format bench docs clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: $(READY)  ## spread a matrix over 4 processes and walk it through layouts
+	@$(BIN)/python -m examples.walk
+
+test: $(READY)  ## run the tests: pure, simulated, and on real processes
+	$(BIN)/python -m pytest
+
+test-deep: $(READY)  ## the same with many more drawn examples
+	SHARDWISE_DEEP=1 $(BIN)/python -m pytest
+
+lint: $(READY)  ## format check, lint, types, and who may import whom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## bytes, collectives and planning time next to torch's
+	$(BIN)/python -m benchmarks.redistribute
+
+docs: $(READY)  ## run the code in README and docs
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean:  ## remove what the other targets made
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

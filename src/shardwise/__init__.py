@@ -1,0 +1,56 @@
+"""shardwise: distributed tensors for PyTorch.
+
+Write the program for one device, say how the tensors lie on a mesh, and run it on many. The names are those
+of `torch.distributed.tensor`, so a program moves over by changing its imports.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
+from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
+from shardwise.plan import CostModel, Plan, plan_redistribute
+from shardwise.tensor import (
+    DTensor,
+    MeshError,
+    arange,
+    compute_local_shape_and_global_offset,
+    distribute_tensor,
+    empty,
+    eye,
+    full,
+    linspace,
+    ones,
+    zeros,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CostModel",
+    "DTensor",
+    "DeviceMesh",
+    "LaunchError",
+    "Layout",
+    "LayoutError",
+    "MeshError",
+    "Partial",
+    "PerRank",
+    "Placement",
+    "Plan",
+    "Replicate",
+    "Shard",
+    "arange",
+    "compute_local_shape_and_global_offset",
+    "distribute_tensor",
+    "empty",
+    "eye",
+    "full",
+    "init_device_mesh",
+    "launch",
+    "linspace",
+    "ones",
+    "per_rank",
+    "plan_redistribute",
+    "simulate",
+    "zeros",
+]

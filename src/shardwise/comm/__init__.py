@@ -1,0 +1,49 @@
+"""Communication: running steps over process groups or over all ranks in one process, and counting it."""
+
+from shardwise.comm.launch import LaunchError, launch
+from shardwise.comm.ledger import Ledger, Sent, counting
+from shardwise.comm.mesh import (
+    Coord,
+    axes_of,
+    coord_of,
+    current_mesh,
+    group_of,
+    members_of,
+    peers_of,
+    siblings_of,
+)
+from shardwise.comm.pending import Pending
+from shardwise.comm.per_rank import PerRank, map_ranks, spread
+from shardwise.comm.run import run, start
+from shardwise.comm.scatter import block_of, scatter
+from shardwise.comm.wire import check_reducible
+from shardwise.comm.world import is_simulated, on_mesh, per_rank, simulate
+
+__all__ = [
+    "Coord",
+    "LaunchError",
+    "Ledger",
+    "Pending",
+    "PerRank",
+    "Sent",
+    "axes_of",
+    "block_of",
+    "check_reducible",
+    "coord_of",
+    "counting",
+    "current_mesh",
+    "group_of",
+    "is_simulated",
+    "launch",
+    "map_ranks",
+    "members_of",
+    "on_mesh",
+    "peers_of",
+    "per_rank",
+    "run",
+    "scatter",
+    "siblings_of",
+    "simulate",
+    "spread",
+    "start",
+]

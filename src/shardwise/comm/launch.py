@@ -1,0 +1,305 @@
+"""Running a function on local processes: `launch` for once, `Workers` for many times."""
+
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.comm.workers import (
+    Done,
+    Failed,
+    Job,
+    Seat,
+    Stuck,
+    Worker,
+    by_reference,
+    decode,
+    encode,
+    fork,
+    spawn,
+)
+
+__all__ = ["LaunchError", "Workers", "launch"]
+
+T = TypeVar("T")
+_Answers = dict[int, Done | Failed | Stuck]
+
+_START_LIMIT = 300.0  # seconds for all ranks to import torch and meet, on a loaded machine
+_GRACE = 2.0  # seconds for the other ranks to answer once one has raised
+_LAST_WORDS = 0.3  # the same once one has died: what they can still say is that it is gone
+_FAREWELL = 5.0  # seconds for a worker to end by itself when asked to
+
+
+class LaunchError(RuntimeError):
+    """A rank failed: `rank` is the one that failed first, `traceback` the text of where it did."""
+
+    def __init__(self, message: str, rank: int, traceback: str) -> None:
+        super().__init__(message, rank, traceback)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | None = None) -> list[T]:
+    """Run `fn(*args)` on `nprocs` local processes that form a gloo group; the results, by rank.
+
+        def total(x):
+            dist.all_reduce(x)
+            return x
+
+        if __name__ == "__main__":
+            launch(total, 4, torch.ones(2))  # four times tensor([4., 4.])
+
+    Under `torchrun` the processes are there already: `fn` runs in this one, and each rank gets all results.
+    """
+    _check(fn, nprocs, timeout)
+    if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return _run_here(fn, nprocs, args, timeout)
+    if dist.is_initialized():
+        raise RuntimeError(
+            "launch was called in a process that is already part of a process group.\n"
+            "  why: launch makes its own processes and its own group, and the two would mix\n"
+            "  fix: inside a function that launch runs, use the group that is there; in a script, call launch\n"
+            '       under `if __name__ == "__main__":`, since the workers import the script'
+        )
+    task, _ = by_reference((fn, args))
+    team = _Team(nprocs, job=(fn, args) if task is None else None)
+    try:
+        return team.run(task or b"", timeout)
+    finally:
+        team.stop()
+
+
+class Workers:
+    """Processes that stay for many runs: `with Workers(4) as workers: workers.run(fn, x)`.
+
+    They start when this is made, and afresh for the next run after one that left them in doubt.
+    """
+
+    def __init__(self, nprocs: int, timeout: float | None = None) -> None:
+        _check(_Team, nprocs, timeout)
+        self._nprocs = nprocs
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._closed = False
+        self._team = _Team(nprocs)
+
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
+        """`fn(*args)` on every rank; the results, by rank."""
+        _check(fn, self._nprocs, self._timeout)
+        task, obstacle = by_reference((fn, args))
+        if task is None:
+            raise TypeError(
+                f"Workers cannot run {getattr(fn, '__qualname__', fn)} with these arguments.\n"
+                f"  why: the workers are fresh processes that import what they run; {obstacle}\n"
+                "  fix: define it at module level and pass plain values, or use launch, which can also fork"
+            )
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(
+                    "these Workers are closed.\n  fix: make new ones, or run inside the `with`"
+                )
+            if not self._team.usable():
+                self._team.stop()
+                self._team = _Team(self._nprocs)
+            return self._team.run(task, self._timeout)
+
+    def close(self) -> None:
+        """Stop the processes."""
+        with self._lock:
+            self._closed = True
+            self._team.stop()
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Team:
+    """The processes of one start: fresh ones, or copies of this one where a job is given at once."""
+
+    def __init__(self, nprocs: int, job: Job | None = None) -> None:
+        self._workers: list[Worker] = []
+        self._joined = False
+        self._broken = False
+        folder = tempfile.mkdtemp(prefix="shardwise-")
+        self.stop = weakref.finalize(self, _stop, self._workers, folder, os.getpid())
+        main = sys.modules.get("__main__")
+        file, package = getattr(main, "__file__", None), getattr(main, "__package__", None)
+        try:
+            for rank in range(nprocs):
+                seat = Seat(rank, nprocs, folder, os.getpid(), tuple(sys.argv), file, package)
+                self._workers.append(spawn(seat) if job is None else fork(seat, job, self._workers))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def usable(self) -> bool:
+        return not self._broken and all(worker.exit_code() is None for worker in self._workers)
+
+    def run(self, task: bytes, timeout: float | None) -> list[Any]:
+        """The results of a task by rank; whatever leaves the team in doubt also stops it."""
+        try:
+            if not self._joined:  # apart from the task, whose time should not depend on how torch loads
+                self._collect(_START_LIMIT)
+                self._joined = True
+            for worker in self._workers:
+                worker.send("run", task)
+            answers = self._collect(timeout)
+        except BaseException as error:
+            if self._broken or not isinstance(error, LaunchError):
+                self._give_up()
+            raise
+        self._broken = not all(answer.clean for answer in answers)
+        return [decode(answer.value) for answer in answers]
+
+    def _collect(self, limit: float | None) -> list[Done]:
+        """The answers of all ranks to what they were asked, by rank."""
+        answers: _Answers = {}
+        deadline = float("inf") if limit is None else time.monotonic() + limit
+        while len(answers) < len(self._workers) and (left := deadline - time.monotonic()) > 0:
+            waiting = [worker for worker in self._workers if worker.rank not in answers]
+            wait([worker.conn for worker in waiting], timeout=min(left, 0.2))
+            for worker in waiting:
+                if (answer := worker.answer()) is None:
+                    continue
+                answers[worker.rank] = answer
+                if isinstance(answer, Failed):
+                    patience = _LAST_WORDS if answer.kind == "died" else _GRACE
+                    deadline = min(deadline, time.monotonic() + patience)
+        failures = [answer for answer in answers.values() if isinstance(answer, Failed)]
+        if failures:
+            # where only some raised, the others' half of a collective may still be on its way
+            settled = all(failure.clean and not failure.peer for failure in failures)
+            alike = len(failures) == len(self._workers) and len({failure.kind for failure in failures}) == 1
+            self._broken = not (settled and alike)
+            raise _failed(failures, answers, len(self._workers))
+        missing = [worker for worker in self._workers if worker.rank not in answers]
+        if missing:
+            self._broken = True
+            raise _late(missing, len(self._workers), limit or 0.0)
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
+
+    def _give_up(self) -> None:
+        self._broken = True
+        for worker in self._workers:
+            worker.kill()
+        self.stop()
+
+
+def _stop(workers: list[Worker], folder: str, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the owner has the handles too, but no say
+        return
+    for worker in workers:
+        worker.send("stop")
+    deadline = time.monotonic() + _FAREWELL
+    for worker in workers:
+        if worker.wait(deadline - time.monotonic()) is None:
+            worker.kill()
+            worker.wait(_FAREWELL)
+        worker.conn.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _failed(failures: list[Failed], answers: _Answers, nprocs: int) -> LaunchError:
+    """The error that names the rank that failed first, not one that only saw its connection break."""
+    everyone = len(failures) == nprocs > 1 and len({failure.what for failure in failures}) == 1
+    first = min(failures, key=lambda failure: (failure.peer, 0.0 if everyone else failure.when, failure.rank))
+    others = sorted(failure.rank for failure in failures if failure is not first)
+    silent = [rank for rank in range(nprocs) if rank not in answers]
+    notes = [first.hint] if first.hint else []
+    if others:
+        notes.append("so did every other rank" if everyone else f"then failed: {_ranks(others)}")
+    if silent:
+        notes.append(f"stopped before the end: {_ranks(silent)}")
+    if first.traceback:
+        notes.append(f"traceback of rank {first.rank}:\n{textwrap.indent(first.traceback, '  ')}")
+    what = f"rank {first.rank} of {nprocs} {first.what}\n"
+    return LaunchError(what + textwrap.indent("\n".join(notes), "  "), first.rank, first.traceback)
+
+
+def _late(missing: list[Worker], nprocs: int, limit: float) -> LaunchError:
+    """The error for ranks that did not answer in time, with where they are."""
+    stacks = ""
+    for worker in missing:
+        worker.send("where")
+    for worker in missing:
+        wait([worker.conn], timeout=0.5)
+        if isinstance(answer := worker.answer(), Stuck):
+            stacks += f"rank {worker.rank} was at:\n{answer.traceback}"
+    message = (
+        f"{_ranks(worker.rank for worker in missing)} of {nprocs} did not finish within {limit:g} s.\n"
+        "  why: too much work, or waiting for a rank that took another way; the stacks are below\n"
+        "  fix: let every rank take part in every collective, or give a longer timeout\n"
+    )
+    return LaunchError(message + textwrap.indent(stacks, "  "), missing[0].rank, stacks)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def _check(fn: object, nprocs: object, timeout: float | None) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"fn is {fn!r}, of type {type(fn).__name__}.\n"
+            "  why: it is called on every rank\n"
+            "  fix: pass the function itself: launch(fn, 4, x), not launch(fn(x), 4)"
+        )
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool):
+        raise TypeError(
+            f"nprocs is {nprocs!r}, of type {type(nprocs).__name__}.\n"
+            "  why: it is the number of processes to start\n"
+            "  fix: pass a whole number: launch(fn, 4, x)"
+        )
+    if nprocs < 1:
+        raise ValueError(f"nprocs is {nprocs}.\n  why: fn needs a process to run in\n  fix: pass 1 or more")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(
+            f"timeout is {timeout}.\n  why: fn needs some time\n  fix: pass seconds above 0, or None"
+        )
+
+
+def _run_here(fn: Callable[..., T], nprocs: int, args: tuple[object, ...], timeout: float | None) -> list[T]:
+    """The same as `launch`, in a process that torchrun has started."""
+    world = int(os.environ["WORLD_SIZE"])
+    if nprocs != world:
+        raise ValueError(
+            f"nprocs is {nprocs}, but torchrun has started {world} process{'es' if world != 1 else ''}.\n"
+            "  why: under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) launch starts none of its own\n"
+            f"  fix: torchrun --nproc-per-node {nprocs}, or launch(fn, {world}); without torchrun, unset them"
+        )
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
+    rank = dist.get_rank()
+    try:
+        try:
+            value = encode(fn(*args))
+        except Exception as error:
+            what = "".join(traceback.format_exception_only(error)).strip()
+            raise LaunchError(
+                f"rank {rank} of {world} raised {what}", rank, traceback.format_exc()
+            ) from error
+        values: list[bytes] = [b""] * world
+        dist.all_gather_object(values, value)
+        return [decode(data) for data in values]
+    finally:
+        if own and dist.is_initialized():
+            dist.destroy_process_group()

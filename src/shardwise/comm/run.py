@@ -1,0 +1,192 @@
+"""Running plans: over process groups, or over all ranks in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.ledger import Sent, is_counting, record
+from shardwise.comm.mesh import Coord, PerMesh, axes_of, coord_of, group_of, members_of, peers_of, siblings_of
+from shardwise.comm.pending import Pending
+from shardwise.comm.per_rank import PerRank
+from shardwise.comm.recipe import Recipe, recipe_for
+from shardwise.comm.wire import reduce_all
+from shardwise.plan import Plan, Step
+
+__all__ = ["run", "start"]
+
+_ready = PerMesh(most=4096)
+
+
+def run(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Take a block, or the blocks of all ranks, through a plan."""
+    for go in _closures(plan, block, mesh):
+        block = go(block)()
+    return block
+
+
+def start(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor | Pending:
+    """Like `run`, but do not wait for the last collective: its value is there when it is first used."""
+    closures = _closures(plan, block, mesh)
+    last = max((i for i, step in enumerate(plan.steps) if step.is_collective), default=None)
+    if last is None or not closures or type(block) is PerRank:
+        return run(plan, block, mesh)
+    for go in closures[:last]:
+        block = go(block)()
+    finish = closures[last](block)
+
+    def wait() -> Tensor:
+        out = finish()
+        for go in closures[last + 1 :]:
+            out = go(out)()
+        return out
+
+    return Pending(wait, block.device)
+
+
+# A closure begins a step and returns what ends it: between the two, other work may run.
+_Closure = Callable[[Tensor], Callable[[], Tensor]]
+
+
+def _closures(plan: Plan, block: Tensor, mesh: DeviceMesh) -> list[_Closure]:
+    """The plan compiled for this mesh and dtype; nothing at all on a rank that is not on the mesh."""
+    simulated = type(block) is PerRank
+
+    def make() -> list[_Closure]:
+        if simulated:
+            return [_simulated(step, mesh, block.dtype) for step in plan.steps]
+        me = coord_of(mesh)
+        return [] if me is None else [_real(step, mesh, me, block.dtype) for step in plan.steps]
+
+    return _ready.get(mesh, (plan, block.dtype, simulated), make)
+
+
+def _real(step: Step, mesh: DeviceMesh, me: Coord, dtype: torch.dtype) -> _Closure:
+    if not step.is_collective:
+        local = recipe_for(step, me, (), dtype).pack
+        return lambda block: lambda: local(block)
+    group = group_of(mesh, step.axes)
+    recipe = recipe_for(step, me, group.peers, dtype)
+    call = _CALLS[recipe.call]
+    n = len(group.peers)
+
+    def begin(block: Tensor) -> Callable[[], Tensor]:
+        wire = recipe.codec.encode(recipe.pack(block)).contiguous()
+        if is_counting():
+            record(_entry(step, recipe, wire.nbytes))
+        coming = call(wire, recipe, n, group.name)
+
+        def finish() -> Tensor:
+            received = torch.ops._c10d_functional.wait_tensor(coming)
+            return recipe.unpack(recipe.codec.decode(received), block)
+
+        return finish
+
+    return begin
+
+
+def _all_gather(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.all_gather_into_tensor(wire, n, group)  # type: ignore[no-any-return]
+
+
+def _all_reduce(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.all_reduce(wire, recipe.codec.op, group)  # type: ignore[no-any-return]
+
+
+def _reduce_scatter(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
+        wire, recipe.codec.op, n, group
+    )
+
+
+def _all_to_all(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
+    scale = recipe.codec.scale
+    receive, send = [c * scale for c in recipe.receive], [c * scale for c in recipe.send]
+    return torch.ops._c10d_functional.all_to_all_single(wire, receive, send, group)  # type: ignore[no-any-return]
+
+
+_CALLS = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _entry(step: Step, recipe: Recipe, nbytes: int) -> Sent:
+    """What one rank sends, by the ring that each collective is modelled on."""
+    n = step.group_size
+    share = {
+        "all_gather": Fraction(n - 1),
+        "all_reduce": Fraction(2 * (n - 1), n),
+        "reduce_scatter": Fraction(n - 1, n),
+        "all_to_all": Fraction(1),
+    }[recipe.call]
+    return Sent(step.name, recipe.call, step.source.axes.names_of(step.axes), n, share * nbytes)
+
+
+def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
+    members, sizes = members_of(mesh), axes_of(mesh).sizes
+    if not step.is_collective:
+        local = {r: recipe_for(step, c, (), dtype).pack for r, c in members.items()}
+        return lambda block: lambda: PerRank({r: fn(_block(block, r)) for r, fn in local.items()})
+    peers = {r: peers_of(c, step.axes, sizes) for r, c in members.items()}
+    recipes = {r: recipe_for(step, c, peers[r], dtype) for r, c in members.items()}
+    groups = _groups(mesh, step.axes)
+
+    def begin(block: Tensor) -> Callable[[], Tensor]:
+        wires = {r: recipe.codec.encode(recipe.pack(_block(block, r))) for r, recipe in recipes.items()}
+        if is_counting():
+            entries = [_entry(step, recipes[r], wire.nbytes) for r, wire in wires.items()]
+            first = entries[0]
+            total = sum((e.bytes for e in entries), Fraction(0))
+            record(Sent(first.step, first.called, first.axes, first.group_size, total))
+        out = {}
+        for group in groups:
+            received = _exchange([recipes[r] for r in group], [wires[r] for r in group])
+            for r, wire in zip(group, received, strict=True):
+                recipe = recipes[r]
+                out[r] = recipe.unpack(recipe.codec.decode(wire), _block(block, r))
+        result = PerRank({r: out[r] for r in members})
+        return lambda: result
+
+    return begin
+
+
+def _block(blocks: Tensor, rank: int) -> Tensor:
+    return blocks._blocks[rank] if isinstance(blocks, PerRank) else blocks
+
+
+def _groups(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The ranks that talk to each other over some axes, each group in the order of its peers."""
+    names = axes_of(mesh)
+    coords = [names.coord(i) for i in range(names.count)]
+    rows = dict.fromkeys(peers_of(c, axes, names.sizes) for c in coords)
+    return [tuple(ranks[names.number(c)] for c in row) for ranks in siblings_of(mesh) for row in rows]
+
+
+def _exchange(recipes: list[Recipe], wires: list[Tensor]) -> list[Tensor]:
+    """What each rank of one group receives."""
+    first = recipes[0]
+    match first.call:
+        case "all_gather":
+            return [torch.cat(wires) for _ in wires]
+        case "all_reduce":
+            return [_reduced(wires, first.codec.op) for _ in wires]
+        case "reduce_scatter":
+            return list(_reduced(wires, first.codec.op).chunk(len(wires)))
+        case _:
+            scale = first.codec.scale
+            parts = [w.split([n * scale for n in r.send]) for w, r in zip(wires, recipes, strict=True)]
+            return [torch.cat([p[i] for p in parts]) for i in range(len(wires))]
+
+
+def _reduced(wires: list[Tensor], op: str) -> Tensor:
+    if math.prod(wires[0].shape) == 0:
+        return wires[0].clone()
+    return reduce_all(wires, op)

@@ -1,0 +1,3 @@
+"""The path of torch's experimental names; they come here as they are delivered."""
+
+__all__: list[str] = []

@@ -1,0 +1,51 @@
+"""Layouts: placements, factored dims, their geometry and text. Nothing here knows of tensors."""
+
+from shardwise.layout.axes import Axes
+from shardwise.layout.errors import LayoutError
+from shardwise.layout.factor import Dim, Factor, cut, first_block
+from shardwise.layout.geometry import (
+    block_offset,
+    block_shape,
+    global_shape,
+    global_stride,
+    largest_block,
+    owned,
+)
+from shardwise.layout.layout import Layout
+from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from shardwise.layout.refine import Box, Piece, Pieces, meet, refine
+from shardwise.layout.spec import Spec, TensorMeta, dtype_text
+from shardwise.layout.text import layout_text, parse_layout
+from shardwise.layout.view import view
+
+__all__ = [
+    "REDUCE_OPS",
+    "Axes",
+    "Box",
+    "Dim",
+    "Factor",
+    "Layout",
+    "LayoutError",
+    "Partial",
+    "Piece",
+    "Pieces",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Spec",
+    "TensorMeta",
+    "block_offset",
+    "block_shape",
+    "cut",
+    "dtype_text",
+    "first_block",
+    "global_shape",
+    "global_stride",
+    "largest_block",
+    "layout_text",
+    "meet",
+    "owned",
+    "parse_layout",
+    "refine",
+    "view",
+]

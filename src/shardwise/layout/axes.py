@@ -1,0 +1,81 @@
+"""The axes of a mesh: their names and sizes, and nothing else of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwise.layout.errors import LayoutError
+
+__all__ = ["Axes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Names and sizes of a mesh's axes; an axis without a name is called by its number.
+
+    >>> axes = Axes((2, 4), ("dp", "tp"))
+    >>> axes.index("tp"), axes.count, str(axes)
+    (1, 8, 'dp=2, tp=4')
+    >>> Axes((2, 4)).names
+    ('0', '1')
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = self.names or tuple(str(i) for i in range(len(self.sizes)))
+        object.__setattr__(self, "names", names)
+        if len(names) != len(self.sizes) or len(set(names)) != len(names):
+            raise LayoutError(
+                f"axes {names} with sizes {self.sizes} are not a mesh.",
+                why="each axis needs one size and a name of its own",
+                fix="give as many distinct names as sizes",
+            )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.sizes)
+
+    def index(self, axis: str | int) -> int:
+        """The number of an axis given by name or number."""
+        if isinstance(axis, str):
+            if axis in self.names:
+                return self.names.index(axis)
+        elif -len(self.sizes) <= axis < len(self.sizes):
+            return axis % len(self.sizes)
+        raise LayoutError(
+            f"the mesh has no axis {axis!r}.",
+            why=f"its axes are {self}",
+            fix=f"use one of {', '.join(self.names)}",
+        )
+
+    def sizes_of(self, axes: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.sizes[a] for a in axes)
+
+    def names_of(self, axes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.names[a] for a in axes)
+
+    def coord(self, number: int) -> tuple[int, ...]:
+        """The coord of the rank at this place in row-major order."""
+        out = []
+        for size in reversed(self.sizes):
+            number, c = divmod(number, size)
+            out.append(c)
+        return tuple(reversed(out))
+
+    def number(self, coord: Sequence[int]) -> int:
+        """The place of a coord in row-major order."""
+        out = 0
+        for c, size in zip(coord, self.sizes, strict=True):
+            out = out * size + c
+        return out
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))

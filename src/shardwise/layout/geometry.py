@@ -1,0 +1,113 @@
+"""Geometry: which part of the tensor a coord owns. Its cost does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwise.layout.errors import LayoutError
+from shardwise.layout.factor import Dim, cut, first_block
+from shardwise.layout.layout import Layout
+
+__all__ = ["block_offset", "block_shape", "global_shape", "global_stride", "largest_block", "owned"]
+
+
+def _ranges(dim: Dim, sizes: Sequence[int], coord: Sequence[int]) -> list[tuple[int, int]]:
+    return [cut(f.size, [sizes[a] for a in f.axes], [coord[a] for a in f.axes]) for f in dim]
+
+
+def block_shape(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the block at a coord.
+
+    >>> from shardwise.layout import Axes, Layout, Shard
+    >>> layout = Layout.of((5, 4), Axes((4,), ("tp",)), [Shard(0)])
+    >>> [block_shape(layout, (i,)) for i in range(4)]
+    [(2, 4), (2, 4), (1, 4), (0, 4)]
+    """
+    sizes = layout.axes.sizes
+    return tuple(math.prod(hi - lo for lo, hi in _ranges(dim, sizes, coord)) for dim in layout.dims)
+
+
+def largest_block(layout: Layout) -> int:
+    """How many elements the largest block has; it is the one at coord 0."""
+    sizes = layout.axes.sizes
+    return math.prod(first_block(f.size, [sizes[a] for a in f.axes]) for dim in layout.dims for f in dim)
+
+
+def block_offset(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
+    """The global index of a block's first element, per dim; for an empty block, where it would begin.
+
+    >>> from shardwise.layout import Axes, Layout, Shard
+    >>> layout = Layout.of((2,), Axes((2, 2)), [Shard(0), Shard(0)])
+    >>> [block_offset(layout, (i, j)) for i in (0, 1) for j in (0, 1)]
+    [(0,), (1,), (1,), (2,)]
+    """
+    sizes = layout.axes.sizes
+    out = []
+    for dim in layout.dims:
+        offset, empty = 0, False
+        for f, (lo, hi) in zip(dim, _ranges(dim, sizes, coord), strict=True):
+            offset, empty = offset * f.size + lo, empty or lo == hi
+        # an empty block of inner factors may begin past the end; keep offsets inside the tensor
+        size = math.prod(f.size for f in dim)
+        out.append(min(offset, size) if empty else offset)
+    return tuple(out)
+
+
+def owned(layout: Layout, coord: Sequence[int]) -> tuple[Sequence[int], ...]:
+    """The global indices a coord owns, per dim: a range where they are contiguous.
+
+    >>> from shardwise.layout import Axes, parse_layout
+    >>> owned(parse_layout("[4:dp, 2 4:tp]", Axes((2, 2), ("dp", "tp")))[0], (1, 0))
+    (range(2, 4), [0, 1, 4, 5])
+    """
+    sizes = layout.axes.sizes
+    out: list[Sequence[int]] = []
+    for dim in layout.dims:
+        indices: Sequence[int] = range(1)
+        for f, (lo, hi) in zip(dim, _ranges(dim, sizes, coord), strict=True):
+            if isinstance(indices, range) and hi - lo == f.size:
+                indices = range(indices.start * f.size, indices.stop * f.size)
+            elif isinstance(indices, range) and len(indices) == 1:
+                indices = range(indices.start * f.size + lo, indices.start * f.size + hi)
+            else:
+                indices = [i * f.size + j for i in indices for j in range(lo, hi)]
+        out.append(indices)
+    return tuple(out)
+
+
+def global_shape(layout_of_block: Layout, block: Sequence[int]) -> tuple[int, ...]:
+    """The global shape if every rank holds a block of this shape, as the sharded dims of a layout say.
+
+    Only the dims' axes are read, so any layout of as many dims will do.
+
+    >>> from shardwise.layout import Axes, Layout, Shard
+    >>> global_shape(Layout.of((2, 3), Axes((2, 4)), [Shard(0), Shard(1)]), (2, 3))
+    (4, 12)
+    """
+    sizes = layout_of_block.axes.sizes
+    if len(block) != layout_of_block.ndim:
+        raise LayoutError(
+            f"a block of shape {tuple(block)} does not fit {layout_of_block}.",
+            why=f"it has {len(block)} dims, the layout {layout_of_block.ndim}",
+            fix="pass a block with as many dims as the tensor",
+        )
+    return tuple(
+        size * math.prod(sizes[a] for f in dim for a in f.axes)
+        for size, dim in zip(block, layout_of_block.dims, strict=True)
+    )
+
+
+def global_stride(shape: Sequence[int], local_stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dims lie in memory in the order a block's strides show.
+
+    >>> global_stride((8, 6), (1, 4)), global_stride((8, 6), (3, 1))
+    ((1, 8), (6, 1))
+    """
+    order = sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))
+    out = [0] * len(shape)
+    step = 1
+    for d in reversed(order):
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)

@@ -1,0 +1,29 @@
+"""Plans: what to send, chosen before anything is sent."""
+
+from shardwise.plan.cost import CostModel
+from shardwise.plan.redistribute import plan_redistribute
+from shardwise.plan.step import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Identity,
+    Permute,
+    Plan,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "CostModel",
+    "Identity",
+    "Permute",
+    "Plan",
+    "ReduceScatter",
+    "Slice",
+    "Step",
+    "plan_redistribute",
+]

@@ -1,0 +1,158 @@
+"""The edges of the search: from a layout, the steps worth taking towards another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardwise.layout import Dim, Factor, Layout, Piece, refine
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, Identity, Permute, ReduceScatter, Slice, Step
+
+__all__ = ["steps_towards"]
+
+
+def steps_towards(here: Layout, goal: Layout) -> Iterator[Step]:
+    """Steps from `here` that lead towards `goal`: what is pending goes first, what becomes pending last."""
+    wanted = dict(goal.partial)
+    pending = {a: op for a, op in here.partial if wanted.get(a) != op}
+    rescaled = {a: wanted[a] for a, op in pending.items() if {op, wanted.get(a)} == {"sum", "avg"}}
+    if rescaled:
+        yield Identity(here, here.with_partial(dict(here.partial) | rescaled))
+    elif pending:
+        yield from _reductions(here, goal, frozenset(pending))
+        rest = goal.without([*pending, *wanted]).with_partial(dict(here.partial))
+        yield from _moves(here, rest)
+        yield from _half_moves(here, rest)
+    else:
+        new = {a: op for a, op in goal.partial if a not in dict(here.partial)}
+        rest = goal.without(new)
+        if new and (here is rest or _embeds(here, goal)):
+            yield Identity(here, goal)
+        if here is not rest:
+            yield from _moves(here, rest)
+
+
+def _reductions(here: Layout, goal: Layout, pending: frozenset[int]) -> Iterator[Step]:
+    scattered = pending & goal.sharded
+    for axes in dict.fromkeys([scattered, *(frozenset({a}) for a in scattered)]):
+        if axes:
+            yield ReduceScatter(here, _scattered(here, goal, axes), tuple(sorted(axes)))
+    # An axis that is scattered in the end is never all-reduced on the way: that sends twice as much.
+    if whole := pending - scattered:
+        left = {a: op for a, op in here.partial if a not in whole}
+        yield AllReduce(here, here.with_partial(left), tuple(sorted(whole)))
+
+
+def _scattered(here: Layout, goal: Layout, axes: frozenset[int]) -> Layout:
+    """`here` with pending axes splitting the dims they split in `goal`: where they do, or else innermost."""
+    dims = []
+    for ours, theirs in zip(here.dims, goal.dims, strict=True):
+        added = [a for f in theirs for a in f.axes if a in axes]
+        if not added:
+            dims.append(ours)
+            continue
+        kept = {a for f in ours for a in f.axes} | set(added)
+        there = tuple(Factor(f.size, tuple(a for a in f.axes if a in kept)) for f in theirs)
+        dims.append(there if _is_finer(ours, there, here) else _appended(ours, added))
+    return Layout(here.axes, dims, {a: op for a, op in here.partial if a not in axes})
+
+
+def _appended(dim: Dim, axes: Sequence[int]) -> Dim:
+    if not dim:
+        return (Factor(1, tuple(axes)),)
+    return (*dim[:-1], Factor(dim[-1].size, dim[-1].axes + tuple(axes)))
+
+
+def _is_finer(coarse: Dim, fine: Dim, on: Layout) -> bool:
+    pieces = refine(Layout(on.axes, [coarse]), Layout(on.axes, [fine]))
+    return pieces is not None and all(_is_prefix(p.source, p.target) for p in pieces[0])
+
+
+def _is_prefix(short: Sequence[int], long: Sequence[int]) -> bool:
+    return tuple(long[: len(short)]) == tuple(short)
+
+
+def _moves(here: Layout, there: Layout) -> Iterator[Step]:
+    """The step from one layout to another with the same pending axes: it takes one, or a slice and a gather."""
+    if here is there:
+        return
+    pieces = refine(here, there)
+    if pieces is None:
+        # blocks cut across each other on some dim: gather that dim, and then it can be cut anyhow
+        dims = [
+            ours if refine(Layout(here.axes, [ours]), Layout(here.axes, [theirs])) else _whole(ours)
+            for ours, theirs in zip(here.dims, there.dims, strict=True)
+        ]
+        yield _gather(here, here.with_dims(dims))
+        return
+    flat = [p for dim in pieces for p in dim]
+    slices = [p for p in flat if _is_prefix(p.source, p.target) and p.source != p.target]
+    gathers = [p for p in flat if _is_prefix(p.target, p.source) and p.source != p.target]
+    if len(slices) + len(gathers) == sum(p.source != p.target for p in flat):
+        added = {a for p in slices for a in p.target[len(p.source) :]}
+        if not gathers:
+            yield Slice(here, there)
+            return
+        if not added & here.sharded:
+            yield _gather(here, there) if not slices else Slice(here, _finer(here, pieces))
+            return
+    axes = sorted(a for p in flat for a in _changed(p))
+    kind = Permute if all(_same_blocks(p, here.axes.sizes) for p in flat) else AllToAll
+    yield kind(here, there, tuple(axes))
+
+
+def _half_moves(here: Layout, there: Layout) -> Iterator[Step]:
+    """Only what a move to `there` slices, or only what it gathers, dim by dim."""
+    pairs = list(zip(here.dims, there.dims, strict=True))
+    taken = here.sharded
+    sliced = [
+        theirs if not ({a for f in theirs for a in f.axes} - {a for f in ours for a in f.axes}) & taken
+        and _is_finer(ours, theirs, here) else ours
+        for ours, theirs in pairs
+    ]  # fmt: skip
+    gathered = [theirs if _is_finer(theirs, ours, here) else ours for ours, theirs in pairs]
+    for dims in (sliced, gathered):
+        half = here.with_dims(dims)
+        if half is not here and half is not there:
+            yield Slice(here, half) if dims is sliced else _gather(here, half)
+
+
+def _embeds(here: Layout, goal: Layout) -> bool:
+    """Whether blocks can be set into zeros as they are: the axes that become pending split innermost."""
+    pieces = refine(here, goal)
+    return pieces is not None and all(_is_prefix(p.target, p.source) for dim in pieces for p in dim)
+
+
+def _gather(here: Layout, there: Layout) -> AllGather:
+    return AllGather(here, there, tuple(sorted(here.sharded - there.sharded)))
+
+
+def _whole(dim: Dim) -> Dim:
+    return tuple(Factor(f.size) for f in dim)
+
+
+def _finer(here: Layout, pieces: Iterable[Iterable[Piece]]) -> Layout:
+    """Each piece cut by the longer of its two lists of axes."""
+    return here.with_dims([[Factor(p.size, max(p.source, p.target, key=len)) for p in dim] for dim in pieces])
+
+
+def _changed(piece: Piece) -> tuple[int, ...]:
+    """The source's axes from the first one on that the target has otherwise: whom the blocks come from."""
+    common = 0
+    for a, b in zip(piece.source, piece.target, strict=False):
+        if a != b:
+            break
+        common += 1
+    return piece.source[common:]
+
+
+def _same_blocks(piece: Piece, sizes: Sequence[int]) -> bool:
+    """Whether both lists of axes cut the piece at the same places."""
+    ours, theirs = [sizes[a] for a in piece.source], [sizes[a] for a in piece.target]
+    if ours == theirs:
+        return True
+    a = b = 1
+    for n in ours:
+        a *= n
+    for n in theirs:
+        b *= n
+    return a == b and piece.size % a == 0

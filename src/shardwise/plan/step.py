@@ -1,0 +1,155 @@
+"""Steps and plans: frozen values that say what is to be sent, to be run, costed, explained or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from shardwise.layout import Layout
+from shardwise.plan.traffic import elements_kept, elements_shared
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Identity",
+    "Permute",
+    "Plan",
+    "ReduceScatter",
+    "Slice",
+    "Step",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective or one local move, from a layout to another; `axes` are those it talks over."""
+
+    source: Layout
+    target: Layout
+    axes: tuple[int, ...] = ()
+
+    name: ClassVar[str]
+
+    @cached_property
+    def elements(self) -> int:
+        """How many elements leave a rank, summed over all ranks of the mesh."""
+        return 0
+
+    @property
+    def is_collective(self) -> bool:
+        return bool(self.axes)
+
+    @property
+    def group_size(self) -> int:
+        """How many ranks talk to each other."""
+        size = 1
+        for a in self.axes:
+            size *= self.source.axes.sizes[a]
+        return size
+
+    @property
+    def reduced(self) -> dict[int, str]:
+        """The axes this step reduces, with the op of each."""
+        kept = dict(self.target.partial)
+        return {a: op for a, op in self.source.partial if a in self.axes and a not in kept}
+
+    def __str__(self) -> str:
+        over = f" over {','.join(self.source.axes.names_of(self.axes))}" if self.axes else ""
+        return f"{self.name}{over}: {self.source} -> {self.target}"
+
+
+class Slice(Step):
+    """Each rank keeps a part of what it has."""
+
+    name = "slice"
+
+
+class Identity(Step):
+    """A value becomes pending: each rank holds a part that, reduced, gives it back; or a sum becomes a mean."""
+
+    name = "partial identity"
+
+
+class AllGather(Step):
+    """Each rank gets the blocks of all."""
+
+    name = "all-gather"
+
+    @cached_property
+    def elements(self) -> int:
+        return elements_kept(self.target) - elements_kept(self.source)
+
+
+class AllToAll(Step):
+    """Each rank sends each other one what that one needs of its block."""
+
+    name = "all-to-all"
+
+    @cached_property
+    def elements(self) -> int:
+        return elements_kept(self.target) - elements_shared(self.source, self.target)
+
+
+class Permute(AllToAll):
+    """An all-to-all in which each rank gets its whole block from one other."""
+
+    name = "permute"
+
+
+class AllReduce(Step):
+    """Each rank gets the reduction of all."""
+
+    name = "all-reduce"
+
+    @cached_property
+    def elements(self) -> int:
+        # a ring sends a share of (n-1)/n twice; all ranks of a group hold equal blocks, so this is exact
+        return 2 * (self.group_size - 1) * elements_kept(self.source) // self.group_size
+
+
+class ReduceScatter(Step):
+    """Each rank gets its part of the reduction of all."""
+
+    name = "reduce-scatter"
+
+    @cached_property
+    def elements(self) -> int:
+        return elements_kept(self.source) - elements_kept(self.target)
+
+
+@dataclass(frozen=True, eq=False)  # plans come from a cache and key another, so identity is what they need
+class Plan:
+    """The steps from one layout to another.
+
+    >>> from shardwise.layout import Axes, parse_layout
+    >>> from shardwise.plan import plan_redistribute
+    >>> axes = Axes((2, 2), ("dp", "tp"))
+    >>> a, b = parse_layout("[8:dp, 6] P(tp,sum)", axes)[0], parse_layout("[8, 6:tp]", axes)[0]
+    >>> print(plan_redistribute(a, b, itemsize=4))
+    [8:dp, 6] P(tp,sum) -> [8, 6:tp]
+      reduce-scatter over tp: [8:dp, 6] P(tp,sum) -> [8:dp, 6:tp]   192 B
+      all-gather over dp: [8:dp, 6:tp] -> [8, 6:tp]   192 B
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    itemsize: int
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives each rank takes part in."""
+        return sum(step.is_collective for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes leave a rank, summed over all ranks of the mesh."""
+        return self.itemsize * sum(step.elements for step in self.steps)
+
+    def __str__(self) -> str:
+        lines = [f"{self.source} -> {self.target}"]
+        for step in self.steps:
+            lines.append(f"  {step}   {step.elements * self.itemsize:,} B")
+        return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Exact element counts, without looking at ranks one by one."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.layout import Layout, Piece, refine
+
+__all__ = ["elements_kept", "elements_shared"]
+
+_Array = NDArray[np.int64]
+
+
+def elements_kept(layout: Layout) -> int:
+    """The sizes of all ranks' blocks, summed: each axis that splits nothing holds the tensor once more.
+
+    >>> from shardwise.layout import Axes, parse_layout
+    >>> elements_kept(parse_layout("[5:dp, 3]", Axes((2, 4), ("dp", "tp")))[0])
+    60
+    """
+    sharded = layout.sharded
+    copies = math.prod(size for a, size in enumerate(layout.axes.sizes) if a not in sharded)
+    return math.prod(layout.shape) * copies
+
+
+def elements_shared(source: Layout, target: Layout) -> int:
+    """How much of its target block each rank already holds, summed over all ranks."""
+    pieces = refine(source, target)
+    if pieces is None:
+        return 0
+    flat = [piece for dim in pieces for piece in dim]
+    used = {a for piece in flat for a in piece.source + piece.target}
+    copies = math.prod(size for a, size in enumerate(source.axes.sizes) if a not in used)
+    return copies * math.prod(_shared(group, source.axes.sizes) for group in _connected(flat))
+
+
+def _connected(pieces: list[Piece]) -> list[list[Piece]]:
+    """The pieces in groups that have no axis in common, so that their counts multiply."""
+    groups: list[tuple[set[int], list[Piece]]] = []
+    for piece in pieces:
+        axes, members = {*piece.source, *piece.target}, [piece]
+        apart = []
+        for other in groups:
+            if axes & other[0]:
+                axes |= other[0]
+                members = other[1] + members
+            else:
+                apart.append(other)
+        groups = [*apart, (axes, members)]
+    return [members for _, members in groups]
+
+
+def _shared(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
+    axes = sorted({a for piece in pieces for a in piece.source + piece.target})
+    if not axes:
+        return math.prod(piece.size for piece in pieces)
+    if len(pieces) == 1 and pieces[0].source == pieces[0].target:
+        return pieces[0].size
+    overlaps = []
+    for size, source, target in pieces:
+        low_a, high_a = _ranges(size, source, axes, sizes)
+        low_b, high_b = _ranges(size, target, axes, sizes)
+        overlaps.append(np.maximum(np.minimum(high_a, high_b) - np.maximum(low_a, low_b), 0))
+    whole = np.broadcast_to(reduce(np.multiply, overlaps), tuple(sizes[a] for a in axes))
+    return int(whole.sum())
+
+
+def _ranges(
+    size: int, cut: tuple[int, ...], axes: list[int], sizes: tuple[int, ...]
+) -> tuple[_Array, _Array]:
+    """The ranges that all coords own of a factor, as arrays over the given axes."""
+    low, length = np.zeros((1,) * len(axes), np.int64), np.full((1,) * len(axes), size, np.int64)
+    for a in cut:
+        coord = np.arange(sizes[a]).reshape([-1 if b == a else 1 for b in axes])
+        chunk = -(-length // sizes[a])
+        start = np.minimum(coord * chunk, length)
+        length = np.minimum(chunk, length - start)
+        low = low + start
+    return low, low + length

@@ -1,0 +1,21 @@
+"""The tensor: making it, moving it, differentiating it, and running ops on it."""
+
+from shardwise.tensor.create import distribute_tensor
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.errors import MeshError
+from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
+from shardwise.tensor.geometry import compute_local_shape_and_global_offset
+
+__all__ = [
+    "DTensor",
+    "MeshError",
+    "arange",
+    "compute_local_shape_and_global_offset",
+    "distribute_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "zeros",
+]

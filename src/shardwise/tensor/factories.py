@@ -1,0 +1,230 @@
+"""Tensors made in place, block by block: the whole is never made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import axes_of, current_mesh, on_mesh
+from shardwise.layout import Layout, LayoutError, Placement, Replicate, Spec, block_shape, owned
+from shardwise.tensor.autograd import contiguous_stride
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["arange", "empty", "eye", "full", "linspace", "ones", "zeros"]
+
+_Number = int | float
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A tensor of zeros.
+
+    >>> import shardwise as sw
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     sw.zeros(3, 2, device_mesh=mesh, placements=[sw.Shard(0)]).to_local().ranks[1]
+    tensor([[0., 0.]])
+    """
+    return full(
+        _size(size), 0.0, dtype=dtype or torch.get_default_dtype(), layout=layout, requires_grad=requires_grad,
+        device_mesh=device_mesh, placements=placements,
+    )  # fmt: skip
+
+
+def ones(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A tensor of ones."""
+    return full(
+        _size(size), 1.0, dtype=dtype or torch.get_default_dtype(), layout=layout, requires_grad=requires_grad,
+        device_mesh=device_mesh, placements=placements,
+    )  # fmt: skip
+
+
+def empty(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A tensor whose values nobody has set."""
+    dtype = dtype or torch.get_default_dtype()
+    lie = _layout("empty", _size(size), layout, device_mesh, placements)
+    return _made(lie, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+
+
+def full(
+    size: Sequence[int] | int,
+    fill_value: _Number,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A tensor that has one value everywhere."""
+    dtype = dtype or torch.full((), fill_value).dtype
+    lie = _layout("full", _size((size,)), layout, device_mesh, placements)
+    return _made(
+        lie, lambda shape, *_: torch.full(shape, fill_value, dtype=dtype), dtype, requires_grad, device_mesh
+    )
+
+
+def arange(
+    start: _Number,
+    end: _Number | None = None,
+    step: _Number = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """The values from `start` (0 if only one bound is given) up to `end`, by `step`.
+
+    >>> import shardwise as sw
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     sw.arange(5, device_mesh=mesh, placements=[sw.Shard(0)]).to_local().ranks
+    (tensor([0, 1, 2]), tensor([3, 4]))
+    """
+    if end is None:
+        start, end = 0, start
+    # torch knows the length, the dtype and the errors; on the meta device it makes nothing
+    whole = torch.arange(start, end, step, dtype=dtype, device="meta")
+    lie = _layout("arange", tuple(whole.shape), layout, device_mesh, placements)
+
+    def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
+        at = _index_tensor(indices[0])
+        if whole.dtype.is_floating_point:
+            return torch.add(at.double() * step, start).to(whole.dtype)
+        return torch.add(at * int(step), int(start)).to(whole.dtype)
+
+    return _made(lie, values, whole.dtype, requires_grad, device_mesh)
+
+
+def linspace(
+    start: _Number,
+    end: _Number,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """`steps` values from `start` to `end`, both included."""
+    whole = torch.linspace(start, end, steps, dtype=dtype, device="meta")
+    lie = _layout("linspace", tuple(whole.shape), layout, device_mesh, placements)
+
+    def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
+        # from both ends to the middle, as torch does, so that both are hit exactly
+        at = _index_tensor(indices[0])
+        wide = torch.complex128 if whole.dtype.is_complex else torch.float64
+        first, last = torch.tensor(start, dtype=wide), torch.tensor(end, dtype=wide)
+        step = (last - first) / max(steps - 1, 1)
+        up, down = first + step * at, last - step * (steps - 1 - at)
+        out = torch.where(at < steps / 2, up, down)
+        return (out if whole.dtype.is_floating_point or whole.dtype.is_complex else out.trunc()).to(
+            whole.dtype
+        )
+
+    return _made(lie, values, whole.dtype, requires_grad, device_mesh)
+
+
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Ones on the diagonal, zeros elsewhere."""
+    dtype = dtype or torch.get_default_dtype()
+    lie = _layout("eye", (n, n if m is None else m), layout, device_mesh, placements)
+
+    def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
+        rows, cols = (_index_tensor(i) for i in indices)
+        return (rows[:, None] == cols[None, :]).to(dtype)
+
+    return _made(lie, values, dtype, requires_grad, device_mesh)
+
+
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    return tuple(int(n) for n in size)
+
+
+def _index_tensor(indices: Sequence[int]) -> Tensor:
+    if isinstance(indices, range):
+        return torch.arange(indices.start, indices.stop)
+    return torch.tensor(indices, dtype=torch.int64)
+
+
+def _layout(
+    name: str,
+    shape: tuple[int, ...],
+    layout: torch.layout,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> Layout:
+    mesh = current_mesh(mesh, name)
+    if layout is not torch.strided:
+        raise LayoutError(
+            f"{name} got layout={layout}.", why="blocks are strided tensors", fix="use layout=torch.strided"
+        )
+    if any(n < 0 for n in shape):
+        raise LayoutError(
+            f"{name} got shape {shape}.", why="a size is not negative", fix="use sizes of 0 or more"
+        )
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    lie = Layout.of(shape, axes_of(mesh), placements)
+    if any(p.is_partial() for p in placements):
+        raise LayoutError(
+            f"{name} cannot make {lie}.",
+            why="a pending value comes out of a computation; a new tensor has nothing to reduce",
+            fix="use Replicate() or Shard(dim) on each axis",
+        )
+    return lie
+
+
+def _made(
+    lie: Layout,
+    values: Callable[[tuple[int, ...], Sequence[Sequence[int]]], Tensor],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    mesh: DeviceMesh | None,
+) -> DTensor:
+    """The tensor whose block at each coord is `values(shape, owned indices)`."""
+    mesh = current_mesh(mesh, "a factory")
+    with torch.device(mesh.device_type):
+        block = on_mesh(mesh, lambda coord: values(block_shape(lie, coord), owned(lie, coord)))
+        if block is None:
+            block = torch.empty(0, dtype=dtype)
+    size = torch.Size(lie.shape)
+    spec = Spec(mesh, lie, dtype, size, contiguous_stride(size))
+    return DTensor(block, spec, requires_grad=requires_grad)

@@ -1,0 +1,193 @@
+"""The vocabulary of the property tests: meshes' axes, shapes, placements and layouts, easy and odd ones alike.
+
+Odd means: axes of size 1, dims of size 0 and 1, cuts that are uneven or leave ranks empty, several axes on a
+dim in any order, dims of several factors, and reductions still pending on some axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from shardwise.layout import REDUCE_OPS, Axes, Factor, Layout, Partial, Placement, Replicate, Shard
+
+many = settings(max_examples=5 * settings.default.max_examples)
+"""For laws about layouts alone: they are cheap to check, and what is odd about layouts comes in combinations."""
+
+NAMES = ("dp", "tp", "cp", "pp", "ep_2", "x")
+
+Draw = st.DrawFn
+Writing = list[list[Factor]]
+"""The dims of a layout as somebody might write them, which need not be the canonical way."""
+
+
+@st.composite
+def axes(draw: Draw, *, most: int = 3, max_size: int = 4, max_count: int = 64) -> Axes:
+    """1 to `most` axes of sizes 1 to `max_size`, at most `max_count` ranks in all, with names or without."""
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(1, most))):
+        sizes.append(draw(st.integers(1, min(max_size, max_count // math.prod(sizes)))))
+    names = draw(st.permutations(NAMES)) if draw(st.booleans()) else ()
+    return Axes(tuple(sizes), tuple(names[: len(sizes)]))
+
+
+_any_axes = axes  # the strategies below take the axes as an argument of that name
+
+
+def shapes(*, max_dims: int = 4, min_size: int = 0, max_size: int = 13) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of 0 to `max_dims` dims."""
+    return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def factorings(draw: Draw, n: int, *, ones: bool = True) -> tuple[int, ...]:
+    """Sizes that multiply to `n`, at least one of them; among them 1 too, unless told otherwise."""
+    if n == 0:
+        return draw(st.sampled_from([(0,), (0, 3), (2, 0), (0, 0)]))
+    out = []
+    while draw(st.booleans()):
+        d = draw(st.sampled_from([d for d in divisors(n) if ones or d > 1] or [1]))
+        out.append(d)
+        n //= d
+        if n == 1:
+            break
+    return (*out, n) if n > 1 or not out else tuple(out)
+
+
+def pending(count: int) -> st.SearchStrategy[list[str]]:
+    """The ops of `count` Partial axes of one tensor: all the same, or sum and avg together."""
+    same = st.sampled_from(REDUCE_OPS).map(lambda op: [op] * count)
+    return same | st.lists(st.sampled_from(["sum", "avg"]), min_size=count, max_size=count)
+
+
+@st.composite
+def placements(draw: Draw, axes: Axes, ndim: int, *, partial: bool = True) -> tuple[Placement, ...]:
+    """A plain placement for each axis, as one would write it for torch; dims from the front or the back."""
+    ops = draw(pending(len(axes)))
+    out: list[Placement] = []
+    for op in ops:
+        kinds: list[Placement] = [Replicate()]
+        if ndim:
+            # twice: sharded axes are what most laws are about
+            kinds += [Shard(draw(st.integers(-ndim, ndim - 1)))] * 2
+        out.append(draw(st.sampled_from([*kinds, Partial(op)] if partial else kinds)))
+    return tuple(out)
+
+
+@st.composite
+def writings(draw: Draw, axes: Axes, shape: Sequence[int]) -> Writing:
+    """Dims as any factors, cut by any of the axes in any order, in any way a layout can be written."""
+    dims = [[(size, []) for size in draw(factorings(n))] for n in shape]
+    factors = [factor for dim in dims for factor in dim]
+    for axis in draw(st.permutations(range(len(axes)))):
+        # 0 is: on none of them
+        if at := draw(st.integers(0, len(factors))):
+            factors[at - 1][1].append(axis)
+    return [[Factor(size, tuple(cutting)) for size, cutting in dim] for dim in dims]
+
+
+@st.composite
+def layouts(
+    draw: Draw,
+    axes: Axes | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    partial: bool = True,
+    plain: bool = False,
+) -> Layout:
+    """Layouts of any kind: over the axes and the shape given, or any; `plain` ones are as torch can say them."""
+    axes = draw(_any_axes()) if axes is None else axes
+    shape = draw(shapes()) if shape is None else tuple(shape)
+    if plain:
+        return Layout.of(shape, axes, draw(placements(axes, len(shape), partial=partial)))
+    dims = draw(writings(axes, shape))
+    free = sorted(set(range(len(axes))) - {a for dim in dims for f in dim for a in f.axes})
+    waiting = [a for a in free if partial and draw(st.booleans())]
+    return Layout(axes, dims, dict(zip(waiting, draw(pending(len(waiting))), strict=True)))
+
+
+@st.composite
+def regroupings(draw: Draw, shape: Sequence[int]) -> tuple[int, ...]:
+    """Another shape over the same elements: neighbours merged, dims split, ones put in, or all of it anew."""
+    if 0 in shape:
+        return tuple(draw(st.permutations([0, *draw(shapes(max_dims=3))])))
+    if draw(st.integers(0, 3)) == 0:
+        return draw(factorings(math.prod(shape)))
+    out: list[int] = []
+    for size in shape:
+        if out and draw(st.booleans()):
+            out[-1] *= size
+        else:
+            out.append(size)
+    out = [part for size in out for part in (draw(factorings(size)) if draw(st.booleans()) else [size])]
+    return tuple(n for n in out if n > 1 or draw(st.booleans()))
+
+
+def coords(axes: Axes) -> Iterator[tuple[int, ...]]:
+    """Every coord of a mesh, in row-major order."""
+    return itertools.product(*(range(n) for n in axes.sizes))
+
+
+def counting(shape: Sequence[int]) -> np.ndarray:
+    """A dense array whose elements tell their place."""
+    return np.arange(math.prod(shape)).reshape(tuple(shape))
+
+
+def block_of(dense: np.ndarray, owned: Sequence[Sequence[int]]) -> np.ndarray:
+    """The part of a dense array at the given indices of each dim."""
+    for d, indices in enumerate(owned):
+        dense = dense.take(np.asarray(indices, dtype=np.int64), axis=d)
+    return dense
+
+
+def cut_by_hand(writing: Sequence[Sequence[Factor]], axes: Axes, coord: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The indices of each dim that a coord owns: factor by factor, axis by axis, in slices of numpy.
+
+    This is the meaning of a writing in its plainest words; it knows nothing of canonical forms.
+    """
+    out = []
+    for dim in writing:
+        indices = counting([f.size for f in dim])
+        for d, f in enumerate(dim):
+            for axis in f.axes:
+                chunk = -(-indices.shape[d] // axes.sizes[axis])
+                mine = slice(coord[axis] * chunk, (coord[axis] + 1) * chunk)
+                indices = indices[(*[slice(None)] * d, mine)]
+        out.append(tuple(indices.ravel().tolist()))
+    return tuple(out)
+
+
+def every_factoring(n: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `n` as a product of sizes above 1, in any order."""
+    yield (n,)
+    for d in divisors(n)[1:-1]:
+        for rest in every_factoring(n // d):
+            yield (d, *rest)
+
+
+def every_writing(axes: Axes, shape: Sequence[int]) -> Iterator[Writing]:
+    """All layouts of a shape in all ways to write them, with up to one factor of size 1 in each dim."""
+
+    def with_one(n: int) -> Iterator[tuple[int, ...]]:
+        for sizes in every_factoring(n):
+            yield sizes
+            for i in range(len(sizes) + 1):
+                yield (*sizes[:i], 1, *sizes[i:])
+
+    for sizes in itertools.product(*(with_one(n) for n in shape)):
+        flat = [size for dim in sizes for size in dim]
+        for count in range(len(axes) + 1):
+            for order in itertools.permutations(range(len(axes)), count):
+                for places in itertools.combinations_with_replacement(range(len(flat)), count):
+                    cutting = [tuple(a for a, p in zip(order, places, strict=True) if p == i) for i in range(len(flat))]
+                    factors = iter(map(Factor, flat, cutting))
+                    yield [[next(factors) for _ in dim] for dim in sizes]
