@@ -71,8 +71,12 @@ _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
 _SENDS_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
+class UnknownCollectiveError(RuntimeError):
+    """Torch called a collective whose traffic is not known here."""
+
+
 class _Recorder(TorchDispatchMode):
-    """Writes down every op that is not plain arithmetic; `_bytes_sent` judges them afterwards."""
+    """Writes down every collective, and refuses those it does not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +90,13 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = func._schema.name
-        if func.namespace != "aten" and name not in _SENDS_NOTHING:
+        if name in _SHARE_SENT:
             # each of torch's functional collectives takes its buffer first and its group last
             self.calls.append(_Call(name, _get_group_size_by_name(args[-1]), args[0].nbytes))
+        elif func.namespace != "aten" and name not in _SENDS_NOTHING:
+            raise UnknownCollectiveError(
+                f"torch called {name}, whose traffic is not known here: add a row to _SHARE_SENT"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -210,6 +218,8 @@ def _calls(
         try:
             tensor = DTensor.from_local(block, mesh, source, shape=torch.Size(global_shape), stride=stride)
             tensor.redistribute(mesh, target)
+        except UnknownCollectiveError:
+            raise
         except Exception:  # torch fails with RuntimeError, ValueError, AssertionError, ...
             return None
     return recorder.calls
@@ -231,10 +241,6 @@ def _total(ranks: Sequence[list[_Call] | None]) -> Traffic | None:
 
 def _bytes_sent(call: _Call) -> Fraction:
     """What leaves one rank in one collective."""
-    if call.op not in _SHARE_SENT:
-        raise RuntimeError(
-            f"torch called {call.op}, whose traffic is not known here: add a row to _SHARE_SENT"
-        )
     return _SHARE_SENT[call.op](call.group_size) * call.input_bytes
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.torch_reference import (
+    _SHARE_SENT,
     CASES,
     Case,
     Tokens,
     Traffic,
-    _bytes_sent,
+    UnknownCollectiveError,
     _Call,
     _decode,
     _encode,
@@ -95,9 +96,10 @@ def test_tokens_are_checked(tokens: Tokens) -> None:
         torch_traffic((8,), (16, 8), ("R",), tokens)
 
 
-def test_unknown_collectives_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"broadcast.*add a row"):
-        _bytes_sent(_Call("_c10d_functional::broadcast", 8, 64))
+def test_unknown_collectives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(_SHARE_SENT, "_c10d_functional::all_reduce")
+    with pytest.raises(UnknownCollectiveError, match=r"all_reduce.*add a row"):
+        torch_traffic((8,), (16, 8), ("P",), ("R",))
 
 
 def test_ranks_that_disagree_are_refused() -> None:

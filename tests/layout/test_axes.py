@@ -2,9 +2,9 @@ import pickle
 
 import pytest
 from hypothesis import given
+from tests.strategies import axes, coords
 
 from shardwise.layout import Axes, LayoutError
-from tests.strategies import axes, coords
 
 
 @given(axes())

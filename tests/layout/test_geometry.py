@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.strategies import axes, block_of, coords, counting, layouts, many, placements, shapes
 
 from shardwise.layout import (
     Axes,
@@ -20,7 +21,6 @@ from shardwise.layout import (
     largest_block,
     owned,
 )
-from tests.strategies import axes, block_of, coords, counting, layouts, many, placements, shapes
 
 
 @many
@@ -33,7 +33,6 @@ def test_blocks_partition_the_tensor(layout):
     assert (painted == 1).all()
 
 
-@many
 @given(layouts())
 def test_ranks_that_differ_on_other_axes_own_the_same(layout):
     for coord in coords(layout.axes):
@@ -54,7 +53,6 @@ def test_shape_and_offset_are_those_of_the_owned_indices(layout):
                 assert offset == mine[0]
 
 
-@many
 @given(layouts())
 def test_the_first_block_is_the_largest(layout):
     counts = [math.prod(block_shape(layout, coord)) for coord in coords(layout.axes)]
@@ -120,8 +118,12 @@ def test_a_block_of_other_dims_has_no_global_shape():
 def test_global_strides_keep_the_order_of_the_blocks_memory(shape, data):
     order = data.draw(st.permutations(range(len(shape))))
     block = data.draw(st.tuples(*(st.integers(2, n) for n in shape)))
-    expected = torch.empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))]).stride()
-    local = torch.empty([block[d] for d in order]).permute([order.index(d) for d in range(len(order))]).stride()
+    expected = (
+        torch.empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))]).stride()
+    )
+    local = (
+        torch.empty([block[d] for d in order]).permute([order.index(d) for d in range(len(order))]).stride()
+    )
     assert global_stride(shape, local) == expected
 
 

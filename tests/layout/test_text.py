@@ -1,10 +1,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.strategies import layouts, many
 
 from shardwise.layout import Axes, Layout, LayoutError, Partial, Replicate, Shard, layout_text, parse_layout
 from shardwise.layout.text import count_text
-from tests.strategies import layouts, many
 
 ON = Axes((2, 3), ("dp", "tp"))
 
@@ -75,13 +75,16 @@ def test_no_unknown_op_hides_on_an_axis_of_size_1():
         parse_layout("[8] P(dp,mean)", Axes((1,), ("dp",)))
 
 
-@many
 @given(st.data())
 def test_any_text_is_a_layout_or_an_error(data):
     layout = data.draw(layouts())
     text = data.draw(st.text("[]():,. 0123abcdptP²", max_size=12) | st.just(repr(layout)))
     at = data.draw(st.integers(0, len(text)))
-    text = text[:at] + data.draw(st.text("[]():, 0248dtpP", max_size=2)) + text[at + data.draw(st.integers(0, 2)) :]
+    text = (
+        text[:at]
+        + data.draw(st.text("[]():, 0248dtpP", max_size=2))
+        + text[at + data.draw(st.integers(0, 2)) :]
+    )
     try:
         read, dtype = parse_layout(text, layout.axes)
     except LayoutError:

@@ -53,7 +53,7 @@ class PerRank(torch.Tensor):
         """The block of one rank of the world."""
         return self._blocks[rank]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         lines = [f"  {r}: {' '.join(repr(t).split())}" for r, t in self._blocks.items()]
         return "PerRank(\n" + "\n".join(lines) + "\n)"
 

@@ -128,15 +128,9 @@ def reduce_all(parts: list[Tensor], op: str) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0].clone()
-    dtype = parts[0].dtype
-    if dtype is torch.bool:
-        op = _BOOL_OPS[op]
-    if op in ("max", "min") and dtype not in _WIDER:
-        stack = torch.stack(parts)
-        return stack.amax(0) if op == "max" else stack.amin(0)
-    codec = reduce_codec(dtype, op)
+    codec = reduce_codec(parts[0].dtype, op)
     stack = torch.stack([codec.encode(p.reshape(-1)) for p in parts])
-    match op:
+    match codec.op:
         case "sum":
             out = stack.sum(0)
         case "product":
@@ -145,10 +139,8 @@ def reduce_all(parts: list[Tensor], op: str) -> Tensor:
             out = stack.amax(0)
         case _:
             out = stack.amin(0)
-    out = out.to(stack.dtype)
-        stack.dtype
-    )
-    return codec.decode(out).view(parts[0].shape)
+    # sums of small integers come out wider
+    return codec.decode(out.to(stack.dtype)).view(parts[0].shape)
 
 
 def identity_value(dtype: torch.dtype, op: str) -> float | int | bool:

@@ -57,9 +57,9 @@ def _cuts_alike(outer: int, inner: int, parts: Sequence[int]) -> bool:
 
 
 def _merge(a: Factor, b: Factor, sizes: Sequence[int]) -> tuple[Factor, ...]:
-    """Two neighbours as one factor if that cuts alike, else as they are (or with the outer one grown)."""
+    """Two neighbouring atoms as one factor if that cuts alike, else as they are (or with the outer one grown)."""
     if not a.axes:
-        return (Factor(a.size * b.size, b.axes),) if not b.axes or a.size == 1 else (a, b)
+        return (a, b)
     parts = [sizes[x] for x in a.axes]
     if b.axes:
         alone = first_block(a.size, parts) <= 1 and _cuts_alike(a.size, b.size, parts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.plan.step import Step
 
-__all__ = ["CostModel"]
+__all__ = ["DEFAULT_COSTS", "CostModel"]
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,7 @@ class CostModel:
             return 0.0
         latency, width = self.pace(step.axes)
         return latency + step.elements * itemsize / step.source.axes.count / width
+
+
+DEFAULT_COSTS = CostModel()
+"""What gloo does between processes of one machine, roughly; measure your own and pass them where it matters."""

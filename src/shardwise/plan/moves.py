@@ -43,16 +43,25 @@ def _reductions(here: Layout, goal: Layout, pending: frozenset[int]) -> Iterator
 
 
 def _scattered(here: Layout, goal: Layout, axes: frozenset[int]) -> Layout:
-    """`here` with pending axes splitting the dims they split in `goal`: where they do, or else innermost."""
-    dims = []
+    """`here` with pending axes splitting the dims they split in `goal`.
+
+    A dim becomes the goal's at once if only these axes and free ones are new in it: what is sliced afterwards
+    need not be sent. Else the axes stand where they do in the goal, or innermost.
+    """
+    taken = (here.sharded | {a for a, _ in here.partial}) - axes
+    dims: list[Dim] = []
     for ours, theirs in zip(here.dims, goal.dims, strict=True):
+        have = {a for f in ours for a in f.axes}
         added = [a for f in theirs for a in f.axes if a in axes]
-        if not added:
-            dims.append(ours)
-            continue
-        kept = {a for f in ours for a in f.axes} | set(added)
+        new = {a for f in theirs for a in f.axes} - have
+        kept = have | set(added)
         there = tuple(Factor(f.size, tuple(a for a in f.axes if a in kept)) for f in theirs)
-        dims.append(there if _is_finer(ours, there, here) else _appended(ours, added))
+        if not new & taken and _is_finer(ours, theirs, here):
+            dims.append(theirs)
+        elif not added:
+            dims.append(ours)
+        else:
+            dims.append(there if _is_finer(ours, there, here) else _appended(ours, added))
     return Layout(here.axes, dims, {a: op for a, op in here.partial if a not in axes})
 
 
@@ -101,23 +110,31 @@ def _moves(here: Layout, there: Layout) -> Iterator[Step]:
 
 
 def _half_moves(here: Layout, there: Layout) -> Iterator[Step]:
-    """Only what a move to `there` slices, or only what it gathers, dim by dim."""
-    pairs = list(zip(here.dims, there.dims, strict=True))
+    """Parts of a move to `there`, dim by dim: only what it slices, only what it gathers."""
+    gathered = [
+        theirs if _is_finer(theirs, ours, here) else ours
+        for ours, theirs in zip(here.dims, there.dims, strict=True)
+    ]
+    for step in Slice(here, _sliced(here, there)), _gather(here, here.with_dims(gathered)):
+        if step.target is not here and step.target is not there:
+            yield step
+
+
+def _sliced(here: Layout, there: Layout) -> Layout:
+    """`here`, with the dims sliced further that can be, as they are in `there`."""
     taken = here.sharded
-    sliced = [
-        theirs if not ({a for f in theirs for a in f.axes} - {a for f in ours for a in f.axes}) & taken
-        and _is_finer(ours, theirs, here) else ours
-        for ours, theirs in pairs
-    ]  # fmt: skip
-    gathered = [theirs if _is_finer(theirs, ours, here) else ours for ours, theirs in pairs]
-    for dims in (sliced, gathered):
-        half = here.with_dims(dims)
-        if half is not here and half is not there:
-            yield Slice(here, half) if dims is sliced else _gather(here, half)
+    dims: list[Dim] = []
+    for ours, theirs in zip(here.dims, there.dims, strict=True):
+        new = {a for f in theirs for a in f.axes} - {a for f in ours for a in f.axes}
+        free = not new & taken and not new & {a for a, _ in here.partial}
+        dims.append(theirs if free and _is_finer(ours, theirs, here) else ours)
+    return here.with_dims(dims)
 
 
 def _embeds(here: Layout, goal: Layout) -> bool:
-    """Whether blocks can be set into zeros as they are: the axes that become pending split innermost."""
+    """Whether blocks can be set into zeros as they are: only axes that become pending are gone, from innermost."""
+    if not here.sharded - goal.sharded <= {a for a, _ in goal.partial}:
+        return False
     pieces = refine(here, goal)
     return pieces is not None and all(_is_prefix(p.target, p.source) for dim in pieces for p in dim)
 

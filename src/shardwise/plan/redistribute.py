@@ -7,7 +7,7 @@ import itertools
 from functools import lru_cache
 
 from shardwise.layout import Layout, LayoutError, largest_block
-from shardwise.plan.cost import CostModel
+from shardwise.plan.cost import DEFAULT_COSTS, CostModel
 from shardwise.plan.moves import steps_towards
 from shardwise.plan.step import Plan, Slice, Step
 
@@ -18,8 +18,8 @@ _Cost = tuple[int, float, int]
 
 @lru_cache(maxsize=4096)
 def plan_redistribute(
-    source: Layout, target: Layout, itemsize: int = 4, model: CostModel = CostModel()
-) -> Plan:  # noqa: B008 - a frozen value
+    source: Layout, target: Layout, itemsize: int = 4, model: CostModel = DEFAULT_COSTS
+) -> Plan:
     """The plan from `source` to `target` for elements of `itemsize` bytes.
 
     No layout on the way has larger blocks than both ends, unless there is no other way; among such plans it is

@@ -110,13 +110,13 @@ class AllReduce(Step):
 
 
 class ReduceScatter(Step):
-    """Each rank gets its part of the reduction of all."""
+    """Each rank gets its part of the reduction of all; other axes may slice what is sent to it."""
 
     name = "reduce-scatter"
 
     @cached_property
     def elements(self) -> int:
-        return elements_kept(self.source) - elements_kept(self.target)
+        return (self.group_size - 1) * elements_kept(self.target)
 
 
 @dataclass(frozen=True, eq=False)  # plans come from a cache and key another, so identity is what they need

@@ -171,7 +171,7 @@ class DTensor(torch.Tensor):
         whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         where = f"{self.device_mesh.device_type} mesh ({axes_of(self.device_mesh)})"
         return f"DTensor({self._spec} on {where}, local_tensor={self._local_tensor!r}{grad})"

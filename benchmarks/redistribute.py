@@ -1,0 +1,106 @@
+"""Redistribution next to torch's: collectives and bytes of every pair of layouts, and the time to plan one.
+
+Bytes and collectives are exact. Torch's were measured by running it (`benchmarks.torch_reference`); ours are
+the plans', which tests hold equal to what is really sent.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+from benchmarks.torch_reference import Case, Pair, Traffic, load_reference
+from shardwise import Layout, Partial, Placement, Plan, Replicate, Shard, plan_redistribute
+from shardwise.layout import Axes
+
+ITEMSIZE = 4  # the reference is in float32
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All pairs of one mesh and shape: theirs, ours, and the pairs where ours is worse in either."""
+
+    pairs: int
+    torch: Traffic
+    ours: Traffic
+    worse: list[Pair]
+
+
+def placements(tokens: tuple[str, ...]) -> list[Placement]:
+    """Our placements for the reference's tokens."""
+    known: dict[str, Placement] = {"R": Replicate(), "P": Partial()}
+    return [known[t] if t in known else Shard(int(t[1:])) for t in tokens]
+
+
+def plan_for(case: Case, pair: Pair) -> Plan:
+    """Our plan for a pair of the reference."""
+    mesh, shape = case
+    axes = Axes(mesh)
+    source, target = (Layout.of(shape, axes, placements(tokens)) for tokens in pair)
+    return plan_redistribute(source, target, ITEMSIZE)
+
+
+def compare(case: Case, reference: dict[Pair, Traffic | None]) -> Comparison:
+    """Our plans for all pairs of a case beside torch's traffic."""
+    theirs, ours = [0, 0], [0, 0]
+    worse = []
+    for pair, traffic in reference.items():
+        if traffic is None:
+            continue
+        plan = plan_for(case, pair)
+        if plan.collectives > traffic.collectives or plan.bytes > traffic.bytes:
+            worse.append(pair)
+        theirs = [theirs[0] + traffic.collectives, theirs[1] + traffic.bytes]
+        ours = [ours[0] + plan.collectives, ours[1] + plan.bytes]
+    return Comparison(len(reference), Traffic(*theirs), Traffic(*ours), worse)
+
+
+def planning_times(mesh: tuple[int, ...], shape: tuple[int, ...], pairs: list[Pair]) -> list[float]:
+    """Milliseconds to plan each pair with nothing cached."""
+    out = []
+    for source, target in pairs:
+        axes = Axes(mesh)
+        a = Layout.of(shape, axes, placements(source))
+        b = Layout.of(shape, axes, placements(target))
+        plan_redistribute.cache_clear()
+        start = time.perf_counter()
+        plan_redistribute(a, b, ITEMSIZE)
+        out.append(1e3 * (time.perf_counter() - start))
+    return out
+
+
+def main() -> None:
+    """Print the table."""
+    reference = load_reference()
+    print(f"{'mesh':12}{'shape':13}{'pairs':>6}  {'collectives':>17}  {'bytes':>25}  {'saved':>6}  worse")
+    print(f"{'':31}  {'torch':>8} {'ours':>8}  {'torch':>12} {'ours':>12}  {'bytes':>6}  pairs")
+    total = [0, 0, 0, 0]
+    for case, table in reference.items():
+        c = compare(case, table)
+        mesh, shape = case
+        print(
+            f"{mesh!s:12}{shape!s:13}{c.pairs:>6}  {c.torch.collectives:>8,} {c.ours.collectives:>8,}  "
+            f"{c.torch.bytes:>12,} {c.ours.bytes:>12,}  {1 - c.ours.bytes / c.torch.bytes:>6.0%}  {len(c.worse)}"
+        )
+        total = [
+            total[0] + c.torch.collectives,
+            total[1] + c.ours.collectives,
+            total[2] + c.torch.bytes,
+            total[3] + c.ours.bytes,
+        ]
+    print(
+        f"{'all':31}  {total[0]:>8,} {total[1]:>8,}  {total[2]:>12,} {total[3]:>12,}  {1 - total[3] / total[2]:>6.0%}"
+    )
+    print(f"\ncollectives saved: {1 - total[1] / total[0]:.0%}\n")
+    print("planning a cold pair, ms (best of 3)      median      99%      worst")
+    pairs = list(reference[(2, 2, 2), (13, 7, 5)])[::7]
+    for mesh, shape in [((2, 2, 2), (13, 7, 5)), ((16, 16, 16), (100, 4096, 64))]:
+        runs = [planning_times(mesh, shape, pairs) for _ in range(3)]
+        best = sorted(min(times) for times in zip(*runs, strict=True))
+        print(
+            f"  mesh {mesh!s:14} shape {shape!s:16} {statistics.median(best):>8.2f} "
+            f"{best[int(len(best) * 0.99)]:>8.2f} {best[-1]:>10.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

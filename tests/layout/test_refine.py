@@ -1,0 +1,110 @@
+import itertools
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.strategies import axes, block_of, coords, counting, every_writing, layouts, many, shapes
+
+from shardwise.layout import Axes, Factor, Layout, block_shape, meet, owned, parse_layout, refine
+
+
+def _lengths(box):
+    return [n for dim in box.lengths for n in dim]
+
+
+def _part(box):
+    starts = [n for dim in box.starts for n in dim]
+    counts = [n for dim in box.counts for n in dim]
+    return (*(slice(a, a + n) for a, n in zip(starts, counts, strict=True)), ...)
+
+
+def _check_that_blocks_meet(source, target):
+    """Every receiver gets each element of its block once, from the senders that differ in the source's axes."""
+    pieces, on = refine(source, target), source.axes
+    dense = counting(source.shape)
+    for receiver in coords(on):
+        block = np.full(block_shape(target, receiver), -1)
+        for sender in coords(on):
+            if any(
+                s != r
+                for a, (s, r) in enumerate(zip(sender, receiver, strict=True))
+                if a not in source.sharded
+            ):
+                continue
+            ours, theirs = meet(pieces, on.sizes, sender, receiver)
+            assert ours.counts == theirs.counts
+            assert tuple(map(math.prod, ours.lengths)) == block_shape(source, sender)
+            assert tuple(map(math.prod, theirs.lengths)) == block.shape
+            sent = block_of(dense, owned(source, sender)).reshape(_lengths(ours))[_part(ours)]
+            room = block.reshape(_lengths(theirs))[_part(theirs)]
+            assert room.shape == sent.shape
+            assert (room == -1).all()
+            room[...] = sent
+        assert np.array_equal(block, block_of(dense, owned(target, receiver)))
+
+
+@given(st.data())
+def test_the_boxes_of_all_senders_fill_each_block_once(data):
+    on, shape = data.draw(axes(max_count=12)), data.draw(shapes(max_dims=3))
+    source, target = data.draw(layouts(on, shape)), data.draw(layouts(on, shape))
+    if refine(source, target) is not None:
+        _check_that_blocks_meet(source, target)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 2), (7,)])
+def test_also_where_the_factors_do_not_come_as_written(sizes):
+    on = Axes(sizes)
+    every = sorted({Layout(on, writing) for writing in every_writing(on, (12,))}, key=repr)
+    for source, target in list(itertools.product(every, repeat=2))[::97]:
+        if refine(source, target) is not None:
+            _check_that_blocks_meet(source, target)
+
+
+@given(layouts())
+def test_a_layout_meets_itself(layout):
+    pieces = refine(layout, layout)
+    assert pieces is not None
+    assert all(source == target for dim in pieces for _, source, target in dim)
+
+
+@given(st.data())
+def test_plain_layouts_always_meet(data):
+    on, shape = data.draw(axes(max_count=12)), data.draw(shapes(max_dims=3))
+    source, target = (data.draw(layouts(on, shape, plain=True)) for _ in range(2))
+    assert refine(source, target) is not None
+    _check_that_blocks_meet(source, target)
+
+
+@many
+@given(st.data())
+def test_the_pieces_are_both_layouts_in_the_same_factors(data):
+    on, shape = data.draw(axes()), data.draw(shapes(min_size=1, max_size=24))
+    source, target = (
+        data.draw(layouts(on, shape, partial=False)),
+        data.draw(layouts(on, shape, partial=False)),
+    )
+    pieces = refine(source, target)
+    assert (pieces is None) == (refine(target, source) is None)
+    if pieces is not None:
+        assert source.with_dims([[Factor(p.size, p.source) for p in dim] for dim in pieces]) is source
+        assert target.with_dims([[Factor(p.size, p.target) for p in dim] for dim in pieces]) is target
+
+
+@pytest.mark.parametrize(("sizes", "n"), [((2, 2), 12), ((3, 2), 12), ((3,), 60), ((2, 3), 30), ((7,), 72)])
+def test_they_are_found_wherever_there_are_any(sizes, n):
+    on = Axes(sizes)
+    ways = defaultdict(set)
+    for (dim,) in every_writing(on, (n,)):
+        ways[Layout(on, [dim])].add(tuple(f.size for f in dim if f.size > 1))
+    assert len(ways) > 10
+    for source, target in itertools.product(ways, repeat=2):
+        assert (refine(source, target) is None) == ways[source].isdisjoint(ways[target]), (source, target)
+
+
+def test_blocks_that_cut_across_each_other_do_not_meet_in_boxes():
+    on = Axes((2, 3), ("a", "b"))
+    source, target = (parse_layout(text, on)[0] for text in ("[2 3:b]", "[3 2:a]"))
+    assert refine(source, target) is None
