@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from shardwise.layout import Dim, Factor, Layout, Piece, refine
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Identity, Permute, ReduceScatter, Slice, Step
@@ -19,7 +20,9 @@ def steps_towards(here: Layout, goal: Layout) -> Iterator[Step]:
         yield Identity(here, here.with_partial(dict(here.partial) | rescaled))
     elif pending:
         yield from _reductions(here, goal, frozenset(pending))
-        rest = goal.without([*pending, *wanted]).with_partial(dict(here.partial))
+        # Axes that end inside a pending one wait for it: put there now, they would have to move again.
+        dims = [_cut_by(dim, _up_to(pending)) for dim in goal.dims]
+        rest = here.with_dims(dims)
         yield from _moves(here, rest)
         yield from _half_moves(here, rest)
     else:
@@ -45,27 +48,40 @@ def _reductions(here: Layout, goal: Layout, pending: frozenset[int]) -> Iterator
 def _scattered(here: Layout, goal: Layout, axes: frozenset[int]) -> Layout:
     """`here` with pending axes splitting the dims they split in `goal`.
 
-    A dim becomes the goal's at once if only these axes and free ones are new in it: what is sliced afterwards
-    need not be sent. Else the axes stand where they do in the goal, or innermost.
+    A dim becomes the goal's, up to the first axis in it that is in use elsewhere: what is sliced afterwards need
+    not be sent. If that leaves some of the axes out, they stand where they do in the goal, or innermost.
     """
     taken = (here.sharded | {a for a, _ in here.partial}) - axes
     dims: list[Dim] = []
     for ours, theirs in zip(here.dims, goal.dims, strict=True):
         have = {a for f in ours for a in f.axes}
         added = [a for f in theirs for a in f.axes if a in axes]
-        new = {a for f in theirs for a in f.axes} - have
-        kept = have | set(added)
-        there = tuple(Factor(f.size, tuple(a for a in f.axes if a in kept)) for f in theirs)
-        if not new & taken and _is_finer(ours, theirs, here):
-            dims.append(theirs)
-        elif not added:
-            dims.append(ours)
-        else:
-            dims.append(there if _is_finer(ours, there, here) else _appended(ours, added))
+        known = have | set(added)
+        options = [_cut_by(theirs, _up_to(taken - have)), _cut_by(theirs, _only(known))]
+        fits = (d for d in options if known <= {a for f in d for a in f.axes} and _is_finer(ours, d, here))
+        dims.append(next(fits, _appended(ours, added)))
     return Layout(here.axes, dims, {a: op for a, op in here.partial if a not in axes})
 
 
+_Pick = Callable[[tuple[int, ...]], Iterable[int]]
+
+
+def _cut_by(dim: Dim, pick: _Pick) -> Dim:
+    """The dim, each factor split by some of its axes only."""
+    return tuple(Factor(f.size, tuple(pick(f.axes))) for f in dim)
+
+
+def _up_to(stop: Container[int]) -> _Pick:
+    return lambda axes: itertools.takewhile(lambda a: a not in stop, axes)
+
+
+def _only(some: Container[int]) -> _Pick:
+    return lambda axes: (a for a in axes if a in some)
+
+
 def _appended(dim: Dim, axes: Sequence[int]) -> Dim:
+    if not axes:
+        return dim
     if not dim:
         return (Factor(1, tuple(axes)),)
     return (*dim[:-1], Factor(dim[-1].size, dim[-1].axes + tuple(axes)))
