@@ -1,5 +1,6 @@
 import _thread
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,10 @@ def total(x: torch.Tensor, scale: int = 1) -> tuple[int, torch.Tensor]:
     return dist.get_rank(), y
 
 
+def total_and_path(x: torch.Tensor, scale: int) -> tuple[int, torch.Tensor, list[str]]:
+    return *total(x, scale), sys.path
+
+
 def threads() -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
@@ -53,6 +58,13 @@ def die_on(rank: int) -> None:
 
 def boom_on(rank: int) -> None:
     only_on(rank, boom)
+
+
+def write_and_wait() -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write("before the wait\n")
+        time.sleep(0.1)
+    only_on(1, lambda: time.sleep(0.5) or die())
 
 
 def rank_in_message() -> None:
@@ -123,10 +135,11 @@ class Clock:
 
 
 def test_results_come_by_rank_from_fresh_processes() -> None:
-    results = launch(total, 2, torch.ones(2, 3), 10)
-    assert [rank for rank, _ in results] == [0, 1]
-    for _, y in results:
+    results = launch(total_and_path, 2, torch.ones(2, 3), 10)
+    assert [rank for rank, _, _ in results] == [0, 1]
+    for _, y, path in results:
         assert torch.equal(y, torch.full((2, 3), 30.0))
+        assert path == sys.path
 
 
 def test_a_closure_runs_in_forks() -> None:
@@ -180,13 +193,8 @@ def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rank_that_is_stopped_has_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    def body() -> None:
-        if dist.get_rank() == 0:
-            sys.stdout.write("before the wait\n")
-        only_on(1, die)
-
-    with pytest.raises(LaunchError):
-        launch(body, 2)
+    with pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3"):
+        launch(write_and_wait, 2)
     assert "before the wait" in capfd.readouterr().out
 
 
@@ -211,8 +219,12 @@ def test_an_exception_names_its_rank_and_stops_the_rest(pids: Path) -> None:
 
 
 def test_an_exception_on_all_ranks_is_told_once() -> None:
+    def body() -> None:
+        time.sleep(0 if dist.get_rank() else 0.2)
+        boom()
+
     with Clock() as clock, pytest.raises(LaunchError, match="rank 0 of 3 raised ValueError: boom") as caught:
-        launch(lambda: boom(), 3)
+        launch(body, 3)
     assert clock.seconds < 1.5  # all have answered, so nobody is waited for
     assert "so did every other rank" in str(caught.value)
 
@@ -336,9 +348,10 @@ def test_ctrl_c_stops_the_workers(pids: Path) -> None:
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with Clock() as clock, pytest.raises(KeyboardInterrupt):
         launch(body, 2)
     thread.join()
+    assert clock.seconds < 3
     assert len(noted(pids)) == 2
     assert not any(map(alive, noted(pids)))
 
@@ -433,12 +446,20 @@ def test_workers_say_what_they_cannot_import(workers: Workers, monkeypatch: pyte
 
 
 def test_workers_that_are_closed_say_so() -> None:
-    pool = Workers(1)
-    with pool:
+    with Clock() as clock, Workers(1) as pool:
         pass
+    assert clock.seconds < 0.5  # no need to wait for torch to load
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.run(threads)
+
+
+def test_workers_that_are_forgotten_end() -> None:
+    pool = Workers(1)
+    [(pid, _)] = pool.run(threads)
+    del pool
+    gc.collect()
+    assert not alive(pid)
 
 
 # ---- scripts
@@ -452,6 +473,8 @@ SCRIPT = """
             self.a, self.b = a, b
 
     def body(pair):
+        if __name__ == "__mp_main__":
+            sys.stdout.write("hello ")
         x = torch.tensor([pair.a + dist.get_rank()])
         dist.all_reduce(x)
         return Pair(os.getpid(), (x.item(), sys.argv[1]))
@@ -475,7 +498,7 @@ def run_script(folder: Path, text: str, *before: str) -> "subprocess.CompletedPr
 
 def test_a_script_starts_its_processes(tmp_path: Path) -> None:
     done = run_script(tmp_path, SCRIPT)
-    assert done.stdout == "other [(21, 'word'), (21, 'word')]\n", done.stderr
+    assert done.stdout == "hello hello other [(21, 'word'), (21, 'word')]\n", done.stderr
 
 
 def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
@@ -522,6 +545,10 @@ ORPHANS = """
     if __name__ == "__main__":
         workers = Workers(2)
         workers.run(note)
+        if os.fork() == 0:  # a bystander that holds copies of the parent's pipes
+            pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+            time.sleep(60)
+            os._exit(0)
         launch(lambda: (note(), time.sleep(60)), 2)
 """
 
@@ -530,8 +557,11 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, pids: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(ORPHANS))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": tempfile.gettempdir()}
-    with subprocess.Popen([sys.executable, str(script), "word", str(pids)], env=env) as parent:
-        assert wait_for(lambda: len(noted(pids)) == 4, 30)
+    bystander = tmp_path / "bystander"
+    with subprocess.Popen([sys.executable, str(script), str(bystander), str(pids)], env=env) as parent:
+        assert wait_for(lambda: len(noted(pids)) == 4 and bystander.exists(), 30)
         parent.kill()
     assert wait_for(lambda: not any(map(alive, noted(pids))), 5)
     assert wait_for(lambda: not list(Path(tempfile.gettempdir()).iterdir()), 5)
+    assert alive(int(bystander.read_text()))
+    os.kill(int(bystander.read_text()), signal.SIGKILL)

@@ -92,7 +92,9 @@ def test_layouts_that_own_the_same_are_the_same(sizes, largest):
         found = defaultdict(set)
         for writing in every_writing(on, (n,)):
             layout = Layout(on, writing)
-            found[tuple(tuple(owned(layout, coord)[0]) for coord in coords(on))].add(layout)
+            mine = tuple(cut_by_hand(writing, on, coord) for coord in coords(on))
+            assert mine == tuple((tuple(owned(layout, coord)[0]),) for coord in coords(on)), (writing, layout)
+            found[mine].add(layout)
         assert all(len(same) == 1 for same in found.values()), [s for s in found.values() if len(s) > 1]
 
 
@@ -106,6 +108,9 @@ def test_layouts_that_own_the_same_are_the_same(sizes, largest):
         ([Factor(4, (0,)), Factor(3, (1,))], [Factor(4, (0,)), Factor(3, (1,))]),
         # as far as an uneven cut can grow: 4, 4, 2 is 10 over 3, but 8, 8, 4 is not how 20 is cut
         ([Factor(5, (1,)), Factor(4)], [Factor(10, (1,)), Factor(2)]),
+        # and the most it can grow, from wherever it starts: 13 over 7 takes in less than 7
+        ([Factor(13, (3,)), Factor(12)], [Factor(78, (3,)), Factor(2)]),
+        ([Factor(52, (3,)), Factor(3)], [Factor(78, (3,)), Factor(2)]),
         # an axis of size 1 cuts nothing
         ([Factor(4, (2,)), Factor(6, (0,))], [Factor(4), Factor(6, (0,))]),
         # where every block has one element, the next axis only says that its first coord has it
@@ -118,7 +123,7 @@ def test_layouts_that_own_the_same_are_the_same(sizes, largest):
     ],
 )
 def test_some_canonical_forms(written, form):
-    assert canonical(written, (2, 3, 1)) == tuple(form)
+    assert canonical(written, (2, 3, 1, 7)) == tuple(form)
 
 
 @given(layouts(shape=(12, 36, 30)), st.data())

@@ -86,6 +86,8 @@ def test_meshes_are_told_apart_by_identity():
     assert spec_of(layout, a) is spec_of(layout, a)
     assert spec_of(layout, a) is not spec_of(layout, b)
     assert spec_of(layout, b).mesh is b
+    spec = spec_of(layout, a)
+    assert copy.deepcopy(spec) is copy.copy(spec) is spec
 
 
 def test_specs_are_hashed_by_identity():

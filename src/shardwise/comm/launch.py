@@ -138,7 +138,7 @@ class _Team:
         self._joined = False
         self._broken = False
         folder = tempfile.mkdtemp(prefix="shardwise-")
-        self.stop = weakref.finalize(self, _stop, self._workers, folder, os.getpid())
+        self._finish = weakref.finalize(self, _finish, self._workers, folder, os.getpid())
         main = sys.modules.get("__main__")
         file, package = getattr(main, "__file__", None), getattr(main, "__package__", None)
         try:
@@ -146,7 +146,7 @@ class _Team:
                 seat = Seat(rank, nprocs, folder, os.getpid(), tuple(sys.argv), file, package)
                 self._workers.append(spawn(seat) if job is None else fork(seat, job, self._workers))
         except BaseException:
-            self._give_up()
+            self.stop()
             raise
 
     def usable(self) -> bool:
@@ -163,7 +163,8 @@ class _Team:
             answers = self._collect(timeout)
         except BaseException as error:
             if self._broken or not isinstance(error, LaunchError):
-                self._give_up()
+                self._broken = True
+                self.stop()
             raise
         self._broken = not all(answer.clean for answer in answers)
         return [decode(answer.value) for answer in answers]
@@ -195,14 +196,14 @@ class _Team:
             raise _late(missing, len(self._workers), limit or 0.0)
         return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
 
-    def _give_up(self) -> None:
-        self._broken = True
-        for worker in self._workers:
-            worker.kill()
-        self.stop()
+    def stop(self) -> None:
+        if self._broken or not self._joined:  # such workers may not listen
+            for worker in self._workers:
+                worker.kill()
+        self._finish()
 
 
-def _stop(workers: list[Worker], folder: str, owner: int) -> None:
+def _finish(workers: list[Worker], folder: str, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the owner has the handles too, but no say
         return
     for worker in workers:

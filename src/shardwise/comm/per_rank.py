@@ -69,6 +69,11 @@ class PerRank(torch.Tensor):
         joined = _JOINED.get(func)
         if joined is not None:
             return joined(*args, **kwargs)
+        sends = _collective_name(func)
+        if sends is not None:
+            from shardwise.comm.simulated import collective  # it works on PerRank, so the two know each other
+
+            return collective(sends, args, dict(kwargs))
         if torch.is_grad_enabled():
             _refuse_shared_leaves(func, [*args, *kwargs.values()])
         return map_ranks(func, *args, **kwargs)
@@ -81,6 +86,11 @@ class PerRank(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        sends = _collective_name(func)
+        if sends is not None:
+            from shardwise.comm.simulated import collective
+
+            return collective(sends, args, dict(kwargs or {}))
         return map_ranks(func, *args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -88,6 +98,15 @@ class PerRank(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
         return PerRank({r: t.__deepcopy__(memo) for r, t in self._blocks.items()})
+
+
+def _collective_name(func: Callable[..., Any]) -> str | None:
+    """The name of a collective, which ranks must not run one by one; None for any other function."""
+    name = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", None)
+    if name is not None:
+        return str(name) if "c10d" in str(name) else None
+    module = getattr(func, "__module__", None) or ""
+    return func.__name__ if module.startswith("torch.distributed.distributed_c10d") else None
 
 
 def spread(tensor: Tensor, ranks: Sequence[int]) -> PerRank:

@@ -57,9 +57,7 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from shardwise.tensor.dispatch import dispatch  # ops make DTensors, so the two know each other
-
-        return dispatch(func, args, kwargs or {})
+        return _dispatch.dispatch(func, args, kwargs or {})
 
     @property
     def _local_tensor(self) -> Tensor:
@@ -99,9 +97,7 @@ class DTensor(torch.Tensor):
         Without `shape` the blocks are taken to be even. `run_check` compares shapes on all ranks, and for
         Replicate the values too, at the price of one small all-gather; uneven blocks then need no `shape`.
         """
-        from shardwise.tensor.local import from_local
-
-        return from_local(
+        return _local.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements=grad_placements
         )
 
@@ -111,9 +107,7 @@ class DTensor(torch.Tensor):
         The gradient of the block is taken to lie as the tensor does, which is right for a block that is used
         alike on all ranks; if a replicated one is used differently, say `grad_placements=[Partial()]`.
         """
-        from shardwise.tensor.local import to_local
-
-        return to_local(self, grad_placements)
+        return _local.to_local(self, grad_placements)
 
     def redistribute(
         self,
@@ -130,8 +124,6 @@ class DTensor(torch.Tensor):
         With `async_op` the last collective is waited for when the value is first used. The dtypes are those
         to communicate in, forward and backward; the result has `forward_dtype`, the gradient this dtype.
         """
-        from shardwise.tensor.autograd import Redistribute
-
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise MeshError(
                 f"redistribute of {self._spec} to another mesh, {device_mesh}.",
@@ -139,7 +131,7 @@ class DTensor(torch.Tensor):
                 fix="x.full_tensor() there and distribute_tensor(…, src_data_rank=None) here",
             )
         target = Layout.of(self.shape, axes_of(self.device_mesh), self._named(placements, axes))
-        return Redistribute.apply(  # type: ignore[no-any-return, no-untyped-call]
+        return _autograd.Redistribute.apply(  # type: ignore[no-any-return, no-untyped-call]
             self, target, async_op, forward_dtype or self.dtype, backward_dtype or self.dtype
         )
 
@@ -220,3 +212,9 @@ def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> D
     if is_param:
         out._is_param = True
     return out
+
+
+# These make DTensors, so they can only come after it.
+from shardwise.tensor import autograd as _autograd  # noqa: E402
+from shardwise.tensor import dispatch as _dispatch  # noqa: E402
+from shardwise.tensor import local as _local  # noqa: E402

@@ -1,0 +1,120 @@
+"""Spread a matrix over 4 processes, walk it through layouts, and see who holds what and what it takes.
+
+python -m examples.walk          4 processes started from here
+torchrun --nproc-per-node 4 -m examples.walk
+"""
+
+import os
+import sys
+import time
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from benchmarks.torch_reference import Traffic, torch_traffic
+
+import shardwise as sw
+from shardwise.comm import counting
+from shardwise.debug import picture
+from shardwise.layout import Axes
+
+SHAPE = (10, 6)
+MESH = (2, 2)
+WALK: list[tuple[str, tuple[str, str]]] = [
+    ("rows over both axes, 10 rows on 4 ranks", ("S0", "S0")),
+    ("rows on dp, columns on tp", ("S0", "S1")),
+    ("columns on dp, rows on tp: two blocks change places", ("S1", "S0")),
+    ("columns on dp, whole on tp", ("S1", "R")),
+    ("the other way round", ("R", "S1")),
+    ("whole everywhere", ("R", "R")),
+]
+COLOURS = (44, 42, 45, 46)
+
+
+def placements(tokens: tuple[str, ...]) -> list[sw.Placement]:
+    """Placements from their short names."""
+    known: dict[str, sw.Placement] = {"R": sw.Replicate(), "P": sw.Partial()}
+    return [known[t] if t in known else sw.Shard(int(t[1:])) for t in tokens]
+
+
+def walk() -> tuple[list[tuple[int, Fraction]], bool]:
+    """What every rank does: go from layout to layout, counting what it sends, and check the end."""
+    mesh = sw.init_device_mesh("cpu", MESH, mesh_dim_names=("dp", "tp"))
+    matrix = torch.arange(60.0).view(SHAPE)
+    x = sw.distribute_tensor(matrix, mesh, placements(WALK[0][1]))
+    sent = []
+    for _, tokens in WALK[1:]:
+        with counting() as ledger:
+            x = x.redistribute(placements=placements(tokens))
+        sent.append((ledger.collectives, ledger.bytes))
+    # a sum that is still pending goes home scattered, in one step
+    parts = sw.DTensor.from_local(matrix * (dist.get_rank() + 1), mesh, placements(("P", "P")))
+    with counting() as ledger:
+        y = parts.redistribute(placements=placements(("S0", "S1")))
+    sent.append((ledger.collectives, ledger.bytes))
+    return sent, torch.equal(x.full_tensor(), matrix) and torch.equal(y.full_tensor(), matrix * 10)
+
+
+def paint(text: str, rank: int) -> str:
+    """A cell in the colour of its first rank."""
+    return f"\x1b[97;{COLOURS[rank % 4]}m{text}\x1b[0m"
+
+
+def told(collectives: int, sent: int) -> str:
+    """A count and bytes in words."""
+    return f"{collectives} collective{'s' * (collectives != 1)}, {sent:,} B"
+
+
+def show(
+    title: str,
+    source: tuple[str, ...],
+    target: tuple[str, ...],
+    torch_sent: Traffic | None,
+    sent: tuple[int, int],
+) -> None:
+    """One stop of the walk: the plan, the bytes next to torch's, and the picture."""
+    axes = Axes(MESH, ("dp", "tp"))
+    a, b = (sw.Layout.of(SHAPE, axes, placements(tokens)) for tokens in (source, target))
+    print(f"\n{title}")
+    for step in sw.plan_redistribute(a, b, 4).steps:
+        print(f"  {step}")
+    theirs = "cannot" if torch_sent is None else told(torch_sent.collectives, torch_sent.bytes)
+    print(f"  sent: {told(*sent)}      torch: {theirs}")
+    print(picture(b, paint=paint if sys.stdout.isatty() or "FORCE_COLOR" in os.environ else None))
+
+
+def main() -> None:
+    """Run the walk on 4 processes and tell the story here."""
+    start = time.perf_counter()
+    results = sw.launch(walk, 4)
+    took = time.perf_counter() - start
+    if (dist.is_initialized() and dist.get_rank()) or int(os.environ.get("RANK", 0)):
+        return
+    axes = Axes(MESH, ("dp", "tp"))
+    first = sw.Layout.of(SHAPE, axes, placements(WALK[0][1]))
+    print(f"A {SHAPE[0]}x{SHAPE[1]} matrix on 4 processes, a mesh of dp=2, tp=2.\n\n{WALK[0][0]}\n  {first}")
+    print(picture(first, paint=paint if sys.stdout.isatty() or "FORCE_COLOR" in os.environ else None))
+    stops = [
+        *((title, WALK[i][1], tokens) for i, (title, tokens) in enumerate(WALK[1:])),
+        ("a pending sum of all ranks' parts, reduced and cut in one step", ("P", "P"), ("S0", "S1")),
+    ]
+    ours, torchs = [0, 0], [0, 0]
+    for i, (title, source, target) in enumerate(stops):
+        sent = (results[0][0][i][0], int(sum(rank[i][1] for rank, _ in results)))
+        reference = torch_traffic(MESH, SHAPE, source, target)
+        show(title, source, target, reference, sent)
+        ours = [ours[0] + sent[0], ours[1] + sent[1]]
+        if reference is not None:
+            torchs = [torchs[0] + reference.collectives, torchs[1] + reference.bytes]
+    right = "equal to" if all(ok for _, ok in results) else "DIFFERENT from"
+    print(f"\nAfter the walk the matrix is {right} the one we started with, on every rank ({took:.1f} s).")
+    print(
+        f"In all: {ours[0]} collectives and {ours[1]:,} B; torch.distributed.tensor takes "
+        f"{torchs[0]} and {torchs[1]:,} B for the same."
+    )
+    if not all(ok for _, ok in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
