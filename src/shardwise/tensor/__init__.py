@@ -1,7 +1,10 @@
 """The tensor: making it, moving it, differentiating it, and running ops on it."""
 
-from shardwise.tensor.create import distribute_tensor
+# The class first: what makes DTensors comes after it.
 from shardwise.tensor.dtensor import DTensor
+
+# isort: split
+from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
