@@ -61,10 +61,11 @@ def boom_on(rank: int) -> None:
 
 
 def write_and_wait() -> None:
-    if dist.get_rank() == 0:
-        sys.stdout.write("before the wait\n")
-        time.sleep(0.1)
-    only_on(1, lambda: time.sleep(0.5) or die())
+    sys.stdout.write("before the wait\n")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        die()
+    sleep()
 
 
 def rank_in_message() -> None:
@@ -192,10 +193,13 @@ def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(err.split("\n")) == ["", "err 0", "err 1"]
 
 
-def test_a_rank_that_is_stopped_has_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_stopped_has_printed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
     with pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3"):
         launch(write_and_wait, 2)
-    assert "before the wait" in capfd.readouterr().out
+    assert capfd.readouterr().out == "before the wait\n" * 2
 
 
 # ---- failures
@@ -280,7 +284,7 @@ def test_a_death_is_seen_though_a_grandchild_holds_the_pipe(pids: Path) -> None:
 
     with Clock() as clock, pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3"):
         launch(body, 2)
-    assert clock.seconds < 3
+    assert clock.seconds < 4.5
     assert len(noted(pids)) == 2
     assert wait_for(lambda: not any(map(alive, noted(pids))))
 
@@ -351,7 +355,7 @@ def test_ctrl_c_stops_the_workers(pids: Path) -> None:
     with Clock() as clock, pytest.raises(KeyboardInterrupt):
         launch(body, 2)
     thread.join()
-    assert clock.seconds < 3
+    assert clock.seconds < 4.5
     assert len(noted(pids)) == 2
     assert not any(map(alive, noted(pids)))
 
@@ -431,7 +435,7 @@ def test_workers_start_anew_when_the_group_is_gone_or_they_were_killed_idle(work
     second = [pid for pid, _ in workers.run(threads)]
     assert not set(first) & set(second)
     os.kill(second[0], signal.SIGKILL)
-    assert wait_for(lambda: not alive(second[0]))
+    os.waitid(os.P_PID, second[0], os.WEXITED | os.WNOWAIT)
     assert [y.item() for _, y in workers.run(total, torch.tensor(1.0))] == [3, 3]
     assert not any(map(alive, [*first, *second]))
 
@@ -448,7 +452,7 @@ def test_workers_say_what_they_cannot_import(workers: Workers, monkeypatch: pyte
 def test_workers_that_are_closed_say_so() -> None:
     with Clock() as clock, Workers(1) as pool:
         pass
-    assert clock.seconds < 0.5  # no need to wait for torch to load
+    assert clock.seconds < 1  # no need to wait for torch to load
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.run(threads)
@@ -492,7 +496,7 @@ def run_script(folder: Path, text: str, *before: str) -> "subprocess.CompletedPr
     path.write_text(textwrap.dedent(text))
     paths = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, *before, str(path), "word"]
-    env = {**os.environ, "PYTHONPATH": paths}
+    env = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": ""}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -508,7 +512,9 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
-    done = run_script(tmp_path, SCRIPT.replace('__name__ == "__main__"', "True"))
+    done = run_script(
+        tmp_path, SCRIPT.replace('__name__ == "__main__"', "True").replace("body, 2,", "body, 1,")
+    )
     assert done.returncode == 1
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
@@ -543,7 +549,7 @@ ORPHANS = """
         pathlib.Path(sys.argv[2], str(os.getpid())).touch()
 
     if __name__ == "__main__":
-        workers = Workers(2)
+        workers = Workers(1)
         workers.run(note)
         if os.fork() == 0:  # a bystander that holds copies of the parent's pipes
             pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
@@ -559,9 +565,9 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, pids: Path) -> 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": tempfile.gettempdir()}
     bystander = tmp_path / "bystander"
     with subprocess.Popen([sys.executable, str(script), str(bystander), str(pids)], env=env) as parent:
-        assert wait_for(lambda: len(noted(pids)) == 4 and bystander.exists(), 30)
+        assert wait_for(lambda: len(noted(pids)) == 3 and bystander.exists(), 30)
         parent.kill()
-    assert wait_for(lambda: not any(map(alive, noted(pids))), 5)
-    assert wait_for(lambda: not list(Path(tempfile.gettempdir()).iterdir()), 5)
+    assert wait_for(lambda: not any(map(alive, noted(pids))))
+    assert wait_for(lambda: not list(Path(tempfile.gettempdir()).iterdir()))
     assert alive(int(bystander.read_text()))
     os.kill(int(bystander.read_text()), signal.SIGKILL)

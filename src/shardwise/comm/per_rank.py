@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["PerRank", "map_ranks", "spread"]
 
@@ -31,7 +32,7 @@ class PerRank(torch.Tensor):
 
     @staticmethod
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:
-        first = next(iter(blocks.values()))
+        first = _first(blocks)
         # The wrapper's own metadata is the first rank's: only code that bypasses torch functions sees it.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -100,6 +101,21 @@ class PerRank(torch.Tensor):
         return PerRank({r: t.__deepcopy__(memo) for r, t in self._blocks.items()})
 
 
+def _first(blocks: Mapping[int, Tensor]) -> Tensor:
+    if not blocks:
+        raise ValueError(
+            "a PerRank of no ranks.\n  why: nothing says what its shape and dtype are\n  fix: give a tensor per rank"
+        )
+    first = next(iter(blocks.values()))
+    if isinstance(first, PerRank) or hasattr(first, "device_mesh"):
+        raise TypeError(
+            f"a PerRank of {type(first).__name__}s.\n"
+            "  why: each rank holds a plain tensor, and what lies on all ranks is no one rank's\n"
+            "  fix: make it outside of per_rank, and pass it in: the rank sees its own block"
+        )
+    return first
+
+
 def _collective_name(func: Callable[..., Any]) -> str | None:
     """The name of a collective, which ranks must not run one by one; None for any other function."""
     name = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", None)
@@ -120,24 +136,31 @@ def map_ranks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> map_ranks(torch.add, PerRank({0: torch.tensor(1), 1: torch.tensor(2)}), 10).ranks
     (tensor(11), tensor(12))
     """
-    ranks = _ranks_in([*args, *kwargs.values()])
+    ranks = ranks_in([*args, *kwargs.values()])
     if ranks is None:
         return fn(*args, **kwargs)
     results = {
-        r: fn(*(_at(a, r) for a in args), **{k: _at(v, r) for k, v in kwargs.items()}) for r in ranks
+        r: fn(*(at_rank(a, r) for a in args), **{k: at_rank(v, r) for k, v in kwargs.items()}) for r in ranks
     }  # fmt: skip
-    return join(results, getattr(fn, "__name__", str(fn)))
+    return join(results, name_of(fn))
 
 
-def _ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
+def name_of(fn: Callable[..., Any]) -> str:
+    """What to call a function in an error; a getter by its attribute."""
+    name = getattr(fn, "__name__", str(fn))
+    return getattr(getattr(fn, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
+    """The ranks that the PerRank tensors among some values live on; None if there are none."""
     found: tuple[int, ...] | None = None
     for v in values:
         if isinstance(v, PerRank):
             here: tuple[int, ...] | None = tuple(v._blocks)
         elif isinstance(v, list | tuple):
-            here = _ranks_in(v)
+            here = ranks_in(v)
         elif isinstance(v, dict):
-            here = _ranks_in(list(v.values()))
+            here = ranks_in(list(v.values()))
         else:
             continue
         if here is not None and found is not None and here != found:
@@ -150,29 +173,33 @@ def _ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
     return found
 
 
-def _at(value: Any, rank: int) -> Any:
+def at_rank(value: Any, rank: int) -> Any:
     """A value as one rank sees it."""
     if isinstance(value, PerRank):
         return value._blocks[rank]
     if isinstance(value, list | tuple):
-        inner = [_at(v, rank) for v in value]
+        inner = [at_rank(v, rank) for v in value]
         return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
     if isinstance(value, dict):
-        return {k: _at(v, rank) for k, v in value.items()}
+        return {k: at_rank(v, rank) for k, v in value.items()}
     return value
 
 
 def join(results: Mapping[int, Any], what: str) -> Any:
     """The results of all ranks as one: tensors per rank, anything else the same on all."""
-    first = next(iter(results.values()))
-    if isinstance(first, Tensor):
+    first, *others = results.values()
+    if isinstance(first, Tensor) and all(isinstance(v, Tensor) for v in others):
         return PerRank(results)
     if isinstance(first, list | tuple) and not isinstance(first, torch.Size) and _holds_tensor(first):
-        inner = [join({r: v[i] for r, v in results.items()}, what) for i in range(len(first))]
-        return inner if isinstance(first, list) else tuple(inner)
-    if isinstance(first, dict) and _holds_tensor(list(first.values())):
-        return {k: join({r: v[k] for r, v in results.items()}, what) for k in first}
-    if all(_same(v, first) for v in results.values()):
+        if all(isinstance(v, type(first)) and len(v) == len(first) for v in others):
+            inner = [join({r: v[i] for r, v in results.items()}, what) for i in range(len(first))]
+            return inner if isinstance(first, list) else tuple(inner)
+    elif isinstance(first, dict) and _holds_tensor(list(first.values())):
+        if all(isinstance(v, dict) and v.keys() == first.keys() for v in others):
+            return {k: join({r: v[k] for r, v in results.items()}, what) for k in first}
+    elif isinstance(first, RemovableHandle):
+        return _Handles(results)
+    elif not isinstance(first, Tensor) and all(_same(v, first) for v in others):
         return first
     shown = ", ".join(f"rank {r}: {v}" for r, v in list(results.items())[:4])
     raise RuntimeError(
@@ -180,6 +207,17 @@ def join(results: Mapping[int, Any], what: str) -> Any:
         "  why: one program runs for all ranks, so a value that is not a tensor must be the same on each\n"
         "  fix: look at x.ranks, or compute it with shardwise.per_rank(lambda rank, x: …, x)"
     )
+
+
+class _Handles:
+    """The handles of a hook that was registered on each rank."""
+
+    def __init__(self, handles: Mapping[int, RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
 
 
 def _holds_tensor(values: Sequence[Any]) -> bool:

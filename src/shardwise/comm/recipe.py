@@ -16,7 +16,15 @@ from torch import Tensor
 
 from shardwise.comm.blocks import box_count, box_shape, cut_box, set_box
 from shardwise.comm.mesh import Coord
-from shardwise.comm.wire import Codec, identity_value, move_codec, reduce_all, reduce_codec
+from shardwise.comm.wire import (
+    Codec,
+    divided,
+    identity_value,
+    move_codec,
+    reduce_all,
+    reduce_codec,
+    scaled,
+)
 from shardwise.layout import Box, Pieces, block_shape, meet, refine
 from shardwise.plan import AllGather, AllReduce, AllToAll, Identity, ReduceScatter, Slice, Step
 
@@ -88,7 +96,7 @@ def _identity(step: Step, me: Coord) -> Callable[[Tensor], Tensor]:
             scale *= sizes[a] if after[a] == "avg" else 1 / sizes[a]
     new = {a: op for a, op in after.items() if a not in before}
     if not new:
-        return lambda block: block * scale
+        return lambda block: scaled(block, scale)
     op = next(iter(new.values()))
     split = step.source.sharded
     scale = math.prod(sizes[a] for a in new if a in split and new[a] == "avg")
@@ -100,7 +108,7 @@ def _identity(step: Step, me: Coord) -> Callable[[Tensor], Tensor]:
     def run(block: Tensor) -> Tensor:
         out = block.new_full(shape, identity_value(block.dtype, op))
         if holds:
-            set_box(out, box, block * scale if scale != 1 else block)
+            set_box(out, box, scaled(block, scale) if scale != 1 else block)
         return out
 
     return run
@@ -173,16 +181,12 @@ def _wire_op(step: Step) -> tuple[str, int]:
     return ("sum" if op == "avg" else op), mean
 
 
-def _divided(t: Tensor, by: int) -> Tensor:
-    return t if by == 1 else (t / by).to(t.dtype)
-
-
 def _all_reduce(step: Step, dtype: torch.dtype) -> Recipe:
     op, mean = _wire_op(step)
     return Recipe(
         "all_reduce",
         _flat,
-        lambda received, block: _divided(received, mean).view(block.shape),
+        lambda received, block: divided(received, mean).view(block.shape),
         reduce_codec(dtype, op),
     )
 
@@ -204,7 +208,7 @@ def _reduce_scatter(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torc
         return Recipe(
             "reduce_scatter",
             pack,
-            lambda received, _: _divided(received, mean).view(shape),
+            lambda received, _: divided(received, mean).view(shape),
             reduce_codec(dtype, op),
         )
     # Blocks differ: send each peer exactly its part and reduce here, in the order of the ranks.
@@ -214,6 +218,6 @@ def _reduce_scatter(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torc
     def unpack(received: Tensor, block: Tensor) -> Tensor:
         parts = list(received.split(receive))
         parts[mine] = cut_box(block, leaving[mine]).reshape(-1)
-        return _divided(reduce_all(parts, op), mean).view(shape)
+        return divided(reduce_all(parts, op), mean).view(shape)
 
     return Recipe("all_to_all", pack, unpack, move_codec(dtype), send, receive)

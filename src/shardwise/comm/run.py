@@ -15,8 +15,9 @@ from shardwise.comm.mesh import Coord, PerMesh, axes_of, coord_of, group_of, mem
 from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, recipe_for
-from shardwise.comm.wire import reduce_all
-from shardwise.plan import Plan, Step
+from shardwise.comm.wire import reduce_all, reduce_codec
+from shardwise.layout import block_shape
+from shardwise.plan import AllReduce, Plan, Step
 
 __all__ = ["run", "start"]
 
@@ -38,6 +39,9 @@ def start(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor | Pending:
         return run(plan, block, mesh)
     for go in closures[:last]:
         block = go(block)()
+    if last == 0 and not isinstance(plan.steps[0], AllReduce):  # which works on a copy anyway
+        # the block is the caller's, who may write to it while it is being read
+        block = block.clone(memory_format=torch.contiguous_format)
     finish = closures[last](block)
 
     def wait() -> Tensor:
@@ -55,15 +59,17 @@ _Closure = Callable[[Tensor], Callable[[], Tensor]]
 
 def _closures(plan: Plan, block: Tensor, mesh: DeviceMesh) -> list[_Closure]:
     """The plan compiled for this mesh and dtype; nothing at all on a rank that is not on the mesh."""
-    simulated = type(block) is PerRank
+    simulated = isinstance(block, PerRank)
+    imagined = isinstance(block, PerRank) and next(iter(block._blocks.values())).is_meta
 
     def make() -> list[_Closure]:
         if simulated:
-            return [_simulated(step, mesh, block.dtype) for step in plan.steps]
+            play = _imagined if imagined else _simulated
+            return [play(step, mesh, block.dtype) for step in plan.steps]
         me = coord_of(mesh)
         return [] if me is None else [_real(step, mesh, me, block.dtype) for step in plan.steps]
 
-    return _ready.get(mesh, (plan, block.dtype, simulated), make)
+    return _ready.get(mesh, (plan, block.dtype, simulated, imagined), make)
 
 
 def _real(step: Step, mesh: DeviceMesh, me: Coord, dtype: torch.dtype) -> _Closure:
@@ -153,6 +159,33 @@ def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
                 recipe = recipes[r]
                 out[r] = recipe.unpack(recipe.codec.decode(wire), _block(block, r))
         result = PerRank({r: out[r] for r in members})
+        return lambda: result
+
+    return begin
+
+
+def _imagined(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
+    """A step on meta tensors: shapes follow from the layout and bytes from the plan, so no rank need be played."""
+    shapes = {r: block_shape(step.target, c) for r, c in members_of(mesh).items()}
+    entry = None
+    if step.is_collective:
+        me = next(iter(members_of(mesh).values()))
+        probe = torch.empty(8, dtype=dtype, device="meta")
+        uneven = len(set(shapes.values())) > 1
+        ops = ["sum" if op == "avg" else op for op in step.reduced.values()]
+        if uneven and any(reduce_codec(dtype, op).encode(probe).nbytes != probe.nbytes for op in ops):
+            # what is reduced in a wider dtype goes as itself in the groups whose blocks are uneven
+            return _simulated(step, mesh, dtype)
+        recipe = recipe_for(step, me, peers_of(me, step.axes, axes_of(mesh).sizes), dtype)
+        width = recipe.codec.encode(probe).nbytes // 8
+        sent = Fraction(step.elements * width * len(siblings_of(mesh)))
+        names = step.source.axes.names_of(step.axes)
+        entry = Sent(step.name, recipe.call, names, step.group_size, sent)
+
+    def begin(block: Tensor) -> Callable[[], Tensor]:
+        if entry is not None and is_counting():
+            record(entry)
+        result = PerRank({r: torch.empty(s, dtype=dtype, device="meta") for r, s in shapes.items()})
         return lambda: result
 
     return begin

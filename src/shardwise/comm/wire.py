@@ -10,7 +10,16 @@ from torch import Tensor
 
 from shardwise.layout import LayoutError
 
-__all__ = ["Codec", "check_reducible", "identity_value", "move_codec", "reduce_all", "reduce_codec"]
+__all__ = [
+    "Codec",
+    "check_reducible",
+    "divided",
+    "identity_value",
+    "move_codec",
+    "reduce_all",
+    "reduce_codec",
+    "scaled",
+]
 
 
 class Codec(NamedTuple):
@@ -61,6 +70,12 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
             else "backends reduce the parts one by one",
             fix="use Partial(sum) or Partial(avg)",
         )
+    if dtype is torch.float8_e8m0fnu:
+        raise LayoutError(
+            f"Partial({op}) of {dtype} cannot be reduced.",
+            why="it is a dtype of scales, powers of two without a zero",
+            fix="x.to(torch.float32) first",
+        )
 
 
 # What to compute in where the backend cannot add the dtype itself.
@@ -90,6 +105,10 @@ def reduce_codec(dtype: torch.dtype, op: str) -> Codec:
         return _ordered_codec(dtype, op)
     if wider is not None:
         return Codec(lambda t: t.to(wider), lambda t: t.to(dtype), op)
+    if dtype is torch.uint64:
+        # no backend reduces these; signed ones add and multiply alike, and order alike from the other end
+        first = torch.iinfo(torch.int64).min if op in ("max", "min") else 0
+        return Codec(lambda t: t.view(torch.int64) ^ first, lambda t: (t ^ first).view(dtype), op)
     return Codec(_same, _same, op)
 
 
@@ -118,6 +137,24 @@ def _ordered_codec(dtype: torch.dtype, op: str) -> Codec:
         return torch.where(t == nan, float("nan"), raw).to(dtype)
 
     return Codec(encode, decode, op)
+
+
+def scaled(t: Tensor, by: float) -> Tensor:
+    """A tensor times a number, in its own dtype."""
+    wide = _compute(t.dtype)
+    return t * by if wide is t.dtype else (t.to(wide) * by).to(t.dtype)
+
+
+def divided(t: Tensor, by: int) -> Tensor:
+    """A tensor divided by a number, in its own dtype."""
+    return t if by == 1 else (t.to(_compute(t.dtype)) / by).to(t.dtype)
+
+
+def _compute(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in where torch has no arithmetic for the dtype itself."""
+    if dtype is torch.complex32:
+        return torch.complex64
+    return _WIDER.get(dtype, dtype) if dtype.is_floating_point else dtype
 
 
 def reduce_all(parts: list[Tensor], op: str) -> Tensor:

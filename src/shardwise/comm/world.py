@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from shardwise.comm.mesh import Coord, coord_of, members_of
-from shardwise.comm.per_rank import PerRank, join
+from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
 
 __all__ = ["is_simulated", "on_mesh", "per_rank", "simulate"]
 
@@ -77,15 +77,13 @@ def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
     (tensor([], dtype=torch.int64), tensor([1]), tensor([2, 2]))
     """
     if _simulated:
-        numbers = {r: r for r in range(_simulated[-1])}
-        held = [v for v in values if isinstance(v, PerRank)]
-        ranks = held[0]._blocks if held else numbers
-        return join({r: fn(r, *_rank_values(values, r)) for r in ranks}, getattr(fn, "__name__", "per_rank"))
+        ranks = ranks_in(values) or range(_simulated[-1])
+        return join({r: fn(r, *_rank_values(values, r)) for r in ranks}, name_of(fn))
     return fn(dist.get_rank() if dist.is_initialized() else 0, *values)
 
 
 def _rank_values(values: tuple[Any, ...], rank: int) -> list[Any]:
-    return [v._blocks[rank] if isinstance(v, PerRank) else v for v in values]
+    return [at_rank(v, rank) for v in values]
 
 
 def on_mesh(mesh: DeviceMesh, fn: Callable[..., Tensor], *blocks: Tensor) -> Tensor | None:

@@ -10,7 +10,18 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Dim", "Factor", "atoms", "canonical", "cut", "first_block", "split", "take", "with_idle"]
+__all__ = [
+    "Dim",
+    "Factor",
+    "atoms",
+    "canonical",
+    "cut",
+    "first_block",
+    "merged",
+    "split",
+    "take",
+    "with_idle",
+]
 
 
 class Factor(NamedTuple):
@@ -67,21 +78,27 @@ def _merge(a: Factor, b: Factor, sizes: Sequence[int]) -> tuple[Factor, ...]:
     if _cuts_alike(a.size, b.size, parts):
         return (Factor(a.size * b.size, a.axes),)
     # An uneven cut can still take in a small divisor of its neighbour: (5 over 3) x 4 is (10 over 3) x 2.
-    # A larger one than the number of blocks never fits, so this loop is short.
-    for g in range(min(b.size, math.prod(parts)), 1, -1):
-        if b.size % g == 0 and _cuts_alike(a.size, g, parts):
+    # A larger one than the number of blocks never fits.
+    for g in reversed(_divisors(b.size, math.prod(parts))):
+        if 1 < g < b.size and _cuts_alike(a.size, g, parts):
             return (Factor(a.size * g, a.axes), Factor(b.size // g))
     return (a, b)
 
 
-def _sorted_tail(f: Factor, sizes: Sequence[int]) -> Factor:
-    """The axes in order from where every block has at most one element: there the order says nothing."""
+def _divisors(size: int, most: int) -> list[int]:
+    """The divisors of a size that are at most `most`, or go into it at most so often, in order."""
+    low = [n for n in range(1, min(most, math.isqrt(size)) + 1) if size % n == 0]
+    return low + [size // n for n in reversed(low) if n * n != size]
+
+
+def _busy(f: Factor, sizes: Sequence[int]) -> int:
+    """How many of its axes cut a factor; of the rest, as its blocks have one element, the order says nothing."""
     size = f.size
     for i, axis in enumerate(f.axes):
         if size <= 1:
-            return Factor(f.size, f.axes[:i] + tuple(sorted(f.axes[i:])))
+            return i
         size = -(-size // sizes[axis])
-    return f
+    return len(f.axes)
 
 
 def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor], tuple[int, ...]]:
@@ -93,9 +110,7 @@ def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor]
     out: list[Factor] = []
     idle: list[int] = []
     for f in factors:
-        busy = 0
-        while busy < len(f.axes) and first_block(f.size, [sizes[x] for x in f.axes[:busy]]) > 1:
-            busy += 1
+        busy = _busy(f, sizes)
         idle += f.axes[busy:]
         rest = Factor(f.size, f.axes[:busy])
         while rest.axes:
@@ -109,14 +124,28 @@ def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor]
 
 
 def _first_atom(f: Factor, sizes: Sequence[int]) -> tuple[Factor, Factor]:
+    outer = sizes[f.axes[0]]
+    if f.size % outer == 0:
+        return Factor(outer, f.axes[:1]), Factor(f.size // outer, f.axes[1:])
     # Either its blocks have one element, so it is at most as large as their number; or its cut is uneven,
-    # and then it goes into the factor less often than that. So this loop is short.
-    most = min(f.size, math.prod(sizes[x] for x in f.axes))
-    for outer in (*range(2, most + 1), *(f.size // n for n in range(most, 1, -1) if f.size % n == 0)):
+    # and then it goes into the factor less often than that.
+    for outer in _divisors(f.size, math.prod(sizes[x] for x in f.axes))[1:]:
         parts = split(f, outer, sizes)
         if parts is not None:
             return parts
     return f, Factor(1)
+
+
+def merged(small: Iterable[Factor], sizes: Sequence[int]) -> list[Factor]:
+    """Atoms in as few factors as cut alike.
+
+    >>> merged([Factor(2, (0,)), Factor(3, (1,)), Factor(4)], (2, 3))
+    [Factor(size=24, axes=(0, 1))]
+    """
+    out: list[Factor] = []
+    for f in small:
+        out.extend(_merge(out.pop(), f, sizes) if out else (f,))
+    return out
 
 
 def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
@@ -127,18 +156,22 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
     >>> canonical([Factor(3, (0,)), Factor(4)], (2,))
     (Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
     """
-    kept = [Factor(f.size, tuple(x for x in f.axes if sizes[x] > 1)) for f in factors]
-    kept = [f for f in kept if f.size != 1 or f.axes]
+    kept = []
+    for size, axes in factors:
+        cutting = tuple([x for x in axes if sizes[x] > 1])
+        if size != 1 or cutting:
+            kept.append(Factor(size, cutting))
     if any(f.size == 0 for f in kept):
-        kept = [Factor(0, tuple(x for f in kept for x in f.axes))]
-    if len(kept) <= 1:
-        return tuple(_sorted_tail(f, sizes) for f in kept)
-    # Down to atoms, which are unique, and up again in one way.
-    small, idle = atoms(kept, sizes)
-    out: list[Factor] = []
-    for f in small:
-        out.extend(_merge(out.pop(), f, sizes) if out else (f,))
-    return with_idle((tuple(out),), idle, sizes)[0] if idle else tuple(out)
+        return (Factor(0, tuple(sorted(x for f in kept for x in f.axes))),)
+    if len(kept) > 1:
+        # Down to atoms, which are unique, and up again in one way.
+        small, idle = atoms(kept, sizes)
+        dim = tuple(merged(small, sizes))
+        return with_idle((dim,), idle, sizes)[0] if idle else dim
+    for i, f in enumerate(kept):
+        busy = _busy(f, sizes)
+        kept[i] = Factor(f.size, f.axes[:busy] + tuple(sorted(f.axes[busy:])))
+    return tuple(kept)
 
 
 def with_idle(dims: Sequence[Dim], idle: tuple[int, ...], sizes: Sequence[int]) -> list[Dim]:

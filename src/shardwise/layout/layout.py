@@ -167,19 +167,28 @@ def _check_axes(axes: Axes, dims: tuple[Dim, ...], partial: tuple[tuple[int, str
 
 def _normalised(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """The placements with dims counted from the front, checked against shape and mesh."""
+    if not isinstance(placements, Sequence):
+        raise TypeError(
+            f"placements are {placements!r}.\n"
+            f"  why: they are a list with one placement for each axis of the mesh ({axes})\n"
+            f"  fix: placements=[{placements!r}]"
+        )
     if len(placements) != len(axes):
         raise LayoutError(
             f"`placements` must have the same length as the mesh: {len(placements)} for {len(axes)} axes.",
             why=f"each axis of the mesh ({axes}) needs one placement, got {_names(placements)}",
-            fix="add Replicate() for the axes that should not split the tensor",
+            fix="add Replicate() for the axes that should not split the tensor"
+            if len(placements) < len(axes)
+            else "leave out what is too many",
         )
     out: list[Placement] = []
     for a, p in enumerate(placements):
         if not isinstance(p, Shard | Replicate | Partial):
             raise TypeError(
-                f"axis {axes.names[a]} has {p!r} for a placement.\n"
-                f"  why: a placement is Shard(dim), Replicate() or Partial(op) of shardwise\n"
-                f"  fix: import them from shardwise"
+                f"axis {axes.names[a]} has {p!r} of {type(p).__module__} for a placement.\n"
+                "  why: a placement is Shard(dim), Replicate() or Partial(op) of shardwise\n"
+                "  fix: "
+                + (f"write {p.__name__}(…)" if isinstance(p, type) else "import them from shardwise")
             )
         if isinstance(p, Shard):
             if not -len(shape) <= p.dim < len(shape):

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from shardwise.layout.factor import Dim, Factor, atoms, canonical, cut, take
+from shardwise.layout.factor import Dim, Factor, atoms, cut, merged, take
 from shardwise.layout.layout import Layout
 
 __all__ = ["Box", "Piece", "Pieces", "meet", "refine"]
@@ -68,7 +68,7 @@ def _pieces(a: Sequence[Factor], b: Sequence[Factor], sizes: Sequence[int]) -> t
         ours, theirs = take(a, size), take(b, size)
         if ours is None or theirs is None:
             continue
-        x, y = canonical(ours[0], sizes), canonical(theirs[0], sizes)
+        x, y = merged(ours[0], sizes), merged(theirs[0], sizes)
         if len(x) == len(y) == 1:
             rest = _pieces(ours[1], theirs[1], sizes)
             if rest is not None:

@@ -8,6 +8,7 @@ from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
+from shardwise.tensor.saved import allow_loading
 
 __all__ = [
     "DTensor",
@@ -22,3 +23,5 @@ __all__ = [
     "ones",
     "zeros",
 ]
+
+allow_loading()

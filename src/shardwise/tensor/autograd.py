@@ -102,6 +102,9 @@ class ToLocal(torch.autograd.Function):
             )
         if scale != 1:
             grads = tuple(g * scale for g in grads)
+        # the gradient of a sum is one number expanded; nothing could be accumulated into that
+        grads = tuple(g.contiguous() if 0 in g.stride() else g for g in grads)
+        given = grads[0]
         shape = spec.shape
         stride = (
             global_stride(shape, given.stride()) if given.dim() == len(shape) else contiguous_stride(shape)
@@ -154,7 +157,10 @@ class FromLocal(torch.autograd.Function):
         layout: Layout = ctx.spec.layout
         target = ctx.grads_lie if ctx.grads_lie is not None else grad_layout(layout)
         moved = Redistribute.apply(grad, target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
-        out = ToLocal.apply(moved, target)  # type: ignore[no-untyped-call]
+        # each rank's share of an extreme is its own, so what is said of them in a second backward adds up
+        own = ctx.grads_lie is None and any(op in ("max", "min") for _, op in layout.partial)
+        back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if own else None
+        out = ToLocal.apply(moved, back)  # type: ignore[no-untyped-call]
         if ctx.grads_lie is None and layout.partial:
             out = _shared_out(ctx, layout, out)
         return (None, None, None, *out)

@@ -58,7 +58,8 @@ def distribute_tensor(
             why="the result is a leaf, so gradients would not reach what this tensor was computed from",
             fix="DTensor.from_local(…) inside a computation, or x.detach() first",
         )
-    layout = Layout.of(tensor.shape, axes_of(mesh), placements or [Replicate()] * mesh.ndim)
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    layout = Layout.of(tensor.shape, axes_of(mesh), placements)
     if isinstance(tensor, DTensor):
         return _unchanged(tensor, mesh, layout)
     check_device(tensor, mesh, "distribute_tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Pending, PerRank, axes_of
+from shardwise.comm import Pending, PerRank, axes_of, check_reducible
 from shardwise.layout import Layout, LayoutError, Placement, Replicate, Spec
 from shardwise.tensor.errors import MeshError
 
@@ -79,6 +80,9 @@ class DTensor(torch.Tensor):
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """How the tensor lies on the mesh: each dim's factors and the axes that split them."""
+        # torch's own Python code asks every tensor for its memory layout by this name
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return torch.strided  # type: ignore[return-value]
         return self._spec.layout
 
     @staticmethod
@@ -124,6 +128,12 @@ class DTensor(torch.Tensor):
         With `async_op` the last collective is waited for when the value is first used. The dtypes are those
         to communicate in, forward and backward; the result has `forward_dtype`, the gradient this dtype.
         """
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            raise LayoutError(
+                f"redistribute got {device_mesh!r} for a mesh.",
+                why="the mesh comes first, then the placements",
+                fix="redistribute(placements=[…]), or by axis: redistribute(tp=Shard(0))",
+            )
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise MeshError(
                 f"redistribute of {self._spec} to another mesh, {device_mesh}.",
@@ -131,6 +141,8 @@ class DTensor(torch.Tensor):
                 fix="x.full_tensor() there and distribute_tensor(…, src_data_rank=None) here",
             )
         target = Layout.of(self.shape, axes_of(self.device_mesh), self._named(placements, axes))
+        for _, op in target.partial:
+            check_reducible(forward_dtype or self.dtype, op)
         return _autograd.Redistribute.apply(  # type: ignore[no-any-return, no-untyped-call]
             self, target, async_op, forward_dtype or self.dtype, backward_dtype or self.dtype
         )

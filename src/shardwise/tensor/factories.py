@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -35,10 +36,9 @@ def zeros(
     ...     sw.zeros(3, 2, device_mesh=mesh, placements=[sw.Shard(0)]).to_local().ranks[1]
     tensor([[0., 0.]])
     """
-    return full(
-        _size(size), 0.0, dtype=dtype or torch.get_default_dtype(), layout=layout, requires_grad=requires_grad,
-        device_mesh=device_mesh, placements=placements,
-    )  # fmt: skip
+    dtype = dtype or torch.get_default_dtype()
+    lie = _layout("zeros", _size(size), layout, device_mesh, placements)
+    return _made(lie, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def ones(
@@ -50,10 +50,9 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A tensor of ones."""
-    return full(
-        _size(size), 1.0, dtype=dtype or torch.get_default_dtype(), layout=layout, requires_grad=requires_grad,
-        device_mesh=device_mesh, placements=placements,
-    )  # fmt: skip
+    dtype = dtype or torch.get_default_dtype()
+    lie = _layout("ones", _size(size), layout, device_mesh, placements)
+    return _made(lie, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def empty(
@@ -111,6 +110,7 @@ def arange(
         start, end = 0, start
     # torch knows the length, the dtype and the errors; on the meta device it makes nothing
     whole = torch.arange(start, end, step, dtype=dtype, device="meta")
+    torch.arange(0, dtype=whole.dtype)  # dtypes it has no kernel for are an error only where values are made
     lie = _layout("arange", tuple(whole.shape), layout, device_mesh, placements)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
@@ -135,19 +135,24 @@ def linspace(
 ) -> DTensor:
     """`steps` values from `start` to `end`, both included."""
     whole = torch.linspace(start, end, steps, dtype=dtype, device="meta")
+    torch.linspace(start, end, min(steps, 2), dtype=whole.dtype)  # raises for bounds the dtype cannot say
     lie = _layout("linspace", tuple(whole.shape), layout, device_mesh, placements)
 
+    # As torch computes it, to the bit: the bounds as values of the dtype, then from both ends to the middle, in
+    # that dtype (integers in doubles) with one rounding where the hardware has it.
+    kind = whole.dtype if whole.dtype.is_floating_point or whole.dtype.is_complex else torch.float64
+    first, last = (torch.full((), b, dtype=whole.dtype, device="cpu").to(kind) for b in (start, end))
+    step = ((last - first) / max(steps - 1, 1)).item()
+    fused = kind in (torch.float32, torch.float64)
+
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
-        # from both ends to the middle, as torch does, so that both are hit exactly
         at = _index_tensor(indices[0])
-        wide = torch.complex128 if whole.dtype.is_complex else torch.float64
-        first, last = torch.tensor(start, dtype=wide), torch.tensor(end, dtype=wide)
-        step = (last - first) / max(steps - 1, 1)
-        up, down = first + step * at, last - step * (steps - 1 - at)
-        out = torch.where(at < steps / 2, up, down)
-        return (out if whole.dtype.is_floating_point or whole.dtype.is_complex else out.trunc()).to(
-            whole.dtype
-        )
+        left = steps - 1 - at
+        if fused:
+            up, down = first.add(at.to(kind), alpha=step), last.add(left.to(kind), alpha=-step)
+        else:
+            up, down = first + at.to(kind) * step, last - left.to(kind) * step
+        return torch.where(at < max(steps // 2, 1), up, down).to(whole.dtype)
 
     return _made(lie, values, whole.dtype, requires_grad, device_mesh)
 
@@ -176,7 +181,7 @@ def eye(
 def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
-    return tuple(int(n) for n in size)
+    return tuple(index(n) for n in size)
 
 
 def _index_tensor(indices: Sequence[int]) -> Tensor:
@@ -205,7 +210,7 @@ def _layout(
     lie = Layout.of(shape, axes_of(mesh), placements)
     if any(p.is_partial() for p in placements):
         raise LayoutError(
-            f"{name} cannot make {lie}.",
+            f"{name} cannot make a tensor of placements ({', '.join(map(str, placements))}).",
             why="a pending value comes out of a computation; a new tensor has nothing to reduce",
             fix="use Replicate() or Shard(dim) on each axis",
         )

@@ -36,6 +36,12 @@ def check_device(tensor: Tensor, mesh: DeviceMesh, what: str) -> None:
             why="blocks live on the devices of their mesh",
             fix=f"x.to({mesh.device_type!r}) first",
         )
+    if tensor.layout is not torch.strided:
+        raise LayoutError(
+            f"{what} got a tensor of layout {tensor.layout}.",
+            why="blocks are strided tensors",
+            fix="x.to_dense() first",
+        )
 
 
 def from_local(
@@ -56,6 +62,8 @@ def from_local(
             why="a block is a plain tensor",
             fix="x.to_local() for its block, or x.redistribute(…) for another layout",
         )
+    if isinstance(local, PerRank):
+        local = _on_mesh(local, mesh)
     check_device(local, mesh, "DTensor.from_local")
     if stride is not None and shape is None:
         raise LayoutError(
@@ -69,7 +77,7 @@ def from_local(
         if isinstance(p, Partial):
             check_reducible(local.dtype, p.reduce_op)
     layout = _layout(local, mesh, placements, run_check, shape)
-    lie = None if grad_placements is None else Layout.of(layout.shape, layout.axes, grad_placements)
+    lie = None if grad_placements is None else _grads_lie(layout, grad_placements, "from_local")
     blocks: tuple[Tensor, ...]
     ranks: tuple[int, ...] | None = None
     if isinstance(local, PerRank) or is_simulated():
@@ -85,12 +93,42 @@ def from_local(
     first = blocks[0]
     if stride is not None:
         whole_stride = tuple(stride)
+        if len(whole_stride) != layout.ndim:
+            raise LayoutError(
+                f"from_local got stride {whole_stride} for shape {layout.shape}.",
+                why=f"each of the {layout.ndim} dims has one",
+                fix="leave stride out: it follows from the block's",
+            )
     elif first.dim() == layout.ndim:
         whole_stride = global_stride(layout.shape, first.stride())
     else:
         whole_stride = contiguous_stride(layout.shape)
     spec = Spec(mesh, layout, local.dtype, torch.Size(layout.shape), whole_stride)
     return FromLocal.apply(spec, lie, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _on_mesh(local: PerRank, mesh: DeviceMesh) -> PerRank:
+    """The blocks of the mesh's own ranks: what the others hold is no part of the tensor."""
+    ranks = members_of(mesh)
+    if lack := [r for r in ranks if r not in local._blocks]:
+        raise LayoutError(
+            f"from_local got blocks of ranks {tuple(local._blocks)}, and none of {', '.join(map(str, lack))}.",
+            why=f"each rank of the mesh holds a block, and the mesh is of ranks {tuple(ranks)}",
+            fix="make them with shardwise.per_rank(lambda rank: …)",
+        )
+    return PerRank({r: local.of_rank(r) for r in ranks})
+
+
+def _grads_lie(layout: Layout, placements: Sequence[Placement], what: str) -> Layout:
+    """The layout of the blocks' gradients, which have the blocks' shapes."""
+    lie = Layout.of(layout.shape, layout.axes, placements)
+    if lie.dims != layout.dims:
+        raise LayoutError(
+            f"{what} of {layout} got grad_placements that are {lie}.",
+            why="the gradient of a block is about the same elements, so the same axes split the same dims",
+            fix="keep Shard where the tensor has it; Replicate and Partial may be exchanged",
+        )
+    return lie
 
 
 class _Spread(torch.autograd.Function):
@@ -147,7 +185,7 @@ def _layout(
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `DTensor.to_local`."""
-    lie = None if grad_placements is None else Layout.of(x.shape, axes_of(x.device_mesh), grad_placements)
+    lie = None if grad_placements is None else _grads_lie(x.layout, grad_placements, "to_local")
     local = x._local_tensor
     if torch.is_grad_enabled():
         blocks = ToLocal.apply(x, lie)  # type: ignore[no-untyped-call]

@@ -1,0 +1,353 @@
+"""One process plays all ranks: what it may be, what it leaves behind, and that it is exact."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import _mesh_resources
+
+import shardwise as sw
+from shardwise import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    per_rank,
+    simulate,
+)
+from shardwise.comm import counting, is_simulated
+
+R = Replicate()
+
+
+def grid(*shape):
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def outside():
+    """Whether no simulation is left in this process."""
+    return not is_simulated() and not dist.is_initialized() and not _mesh_resources.mesh_stack
+
+
+# ---- entering and leaving
+
+
+def test_it_leaves_the_process_as_it_was():
+    assert outside()
+    with simulate(3):
+        assert is_simulated()
+        assert dist.is_initialized()
+        assert dist.get_world_size() == 3
+    assert outside()
+
+
+def fail_inside(error):
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        mesh.__enter__()  # and never left
+        distribute_tensor(grid(4), placements=[Shard(0), R]).full_tensor()
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_it_leaves_the_process_as_it_was_after_an_exception_too(error):
+    with pytest.raises(error):
+        fail_inside(error)
+    assert outside()
+    with simulate(2):
+        assert distribute_tensor(grid(3), init_device_mesh("cpu", (2,)), [Shard(0)]).sum().item() == 3
+
+
+def test_a_mesh_entered_before_is_still_the_current_one_after():
+    with simulate(2):
+        old = init_device_mesh("cpu", (2,))
+    with old:
+        with simulate(4), init_device_mesh("cpu", (4,)) as new:
+            assert distribute_tensor(grid(4)).device_mesh is new
+        assert _mesh_resources.mesh_stack == [old]
+    assert outside()
+
+
+def test_the_group_may_be_gone_already():
+    with simulate(2):
+        dist.destroy_process_group()
+    assert outside()
+
+
+def test_it_does_not_nest():
+    with simulate(4):
+        with (
+            pytest.raises(
+                RuntimeError, match=r"(?s)simulate\(2\) inside simulate\(4\).*\n  why: .*\n  fix: "
+            ),
+            simulate(2),
+        ):
+            pytest.fail("a world inside a world")
+        assert dist.get_world_size() == 4
+        assert is_simulated()
+        x = distribute_tensor(grid(4), init_device_mesh("cpu", (4,)), [Shard(0)])
+        assert x.full_tensor().ranks[3].tolist() == [0, 1, 2, 3]
+    assert outside()
+
+
+def test_it_is_not_for_a_rank_of_a_real_group():
+    dist.init_process_group("fake", rank=1, world_size=3)
+    try:
+        with (
+            pytest.raises(RuntimeError, match=r"(?s)group of 3 real ranks.*\n  why: .*\n  fix: "),
+            simulate(2),
+        ):
+            pytest.fail("a simulation beside a group")
+        assert (dist.get_rank(), dist.get_world_size(), is_simulated()) == (1, 3, False)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_a_group():
+    try:
+        with simulate(2):
+            return "entered"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_nor_for_one_of_real_processes(workers):
+    for said in workers.run(in_a_group):
+        assert "group of 4 real ranks" in said
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "4", None, True])
+def test_a_world_has_a_whole_number_of_ranks(size):
+    with pytest.raises(ValueError, match=r"(?s)is not a world.*\n  why: .*\n  fix: "), simulate(size):
+        pytest.fail("a world of this size")
+    assert outside()
+
+
+def test_one_world_after_the_other():
+    kept = []
+    for n in (1, 2, 3, 2, 1):
+        with simulate(n):
+            mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+            x = distribute_tensor(grid(5), mesh, [Shard(0)])
+            kept.append(x)
+            assert len(x.to_local().ranks) == n
+            assert x.full_tensor().ranks[-1].tolist() == [0, 1, 2, 3, 4]
+    # blocks outlive their world, to be looked at
+    assert [len(x.to_local().ranks) for x in kept] == [1, 2, 3, 2, 1]
+
+
+# ---- worlds of any size
+
+
+def test_a_world_of_one():
+    with simulate(1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        x = distribute_tensor(grid(5, 3).requires_grad_(), mesh, [Shard(0)])
+        with counting() as ledger:
+            y = x.redistribute(tp=Shard(1)).redistribute(tp=R)
+            y.full_tensor().sum().backward()
+        assert ledger.collectives == 0
+        assert torch.equal(x.grad.full_tensor().ranks[0], torch.ones(5, 3))
+
+
+def test_a_world_of_sixty_four():
+    with simulate(64):
+        mesh = init_device_mesh("cpu", (4, 4, 4), mesh_dim_names=("a", "b", "c"))
+        x = distribute_tensor(grid(9, 5, 6).requires_grad_(), mesh, [Shard(0), Shard(2), Shard(0)])
+        y = x.redistribute(a=Shard(1), b=R)
+        assert all(torch.equal(t, grid(9, 5, 6)) for t in y.full_tensor().ranks)
+        (y.full_tensor() * grid(9, 5, 6)).sum().backward()
+        assert x.grad.placements == x.placements
+        assert torch.equal(x.grad.full_tensor().ranks[17], grid(9, 5, 6))
+
+
+# ---- what would be sent, without anything to send
+
+
+MESHES = {(8,): ("x",), (2, 4): ("x", "y"), (2, 2, 2): ("x", "y", "z")}
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_meta_tensors_send_what_real_ones_do(sizes, op):
+    some = (Shard(0), Shard(1), R, Partial(op))
+    pairs = list(itertools.product(itertools.product(some, repeat=len(sizes)), repeat=2))
+    with simulate(8):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESHES[sizes])
+        for at, (a, b) in enumerate(pairs[:: max(1, len(pairs) // 60)]):
+            shape = ((8, 8), (5, 3), (1, 7), (0, 4))[at % 4]
+            dtype = (torch.float32, torch.int16, torch.bfloat16)[at % 3]
+            real = distribute_tensor(torch.ones(shape, dtype=dtype), mesh, a)
+            meta = distribute_tensor(torch.ones(shape, dtype=dtype, device="meta"), mesh, a)
+            with counting() as sent:
+                x = real.redistribute(placements=b)
+            with counting() as imagined:
+                y = meta.redistribute(placements=b)
+            assert imagined.entries == sent.entries, (shape, dtype, a, b)
+            assert (y.layout, y.dtype, y.is_meta) == (x.layout, x.dtype, True)
+            assert [t.shape for t in y.to_local().ranks] == [t.shape for t in x.to_local().ranks]
+
+
+def test_a_thousand_ranks_answer_at_once():
+    n = 2**16
+    with simulate(1024):
+        mesh = init_device_mesh("cpu", (32, 32), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(torch.empty(n, n, device="meta"), mesh, [Shard(0), Shard(1)])
+        began = time.perf_counter()
+        with counting() as gather:
+            y = x.redistribute(tp=R)
+        with counting() as whole:
+            x.redistribute(dp=R, tp=R)
+        with counting() as turn:
+            z = x.redistribute(dp=Shard(1), tp=Shard(0))
+        with counting() as reduce:
+            pending = DTensor.from_local(torch.empty(n, n, device="meta"), mesh, [Partial(), Partial()])
+            pending.redistribute(dp=Shard(0), tp=Shard(1))
+        assert time.perf_counter() - began < 10  # a minute and more if each rank packed and unpacked
+        assert {tuple(b.shape) for b in y.to_local().ranks} == {(n // 32, n)}
+        assert {tuple(b.shape) for b in z.to_local().ranks} == {(n // 32, n // 32)}
+    block = 4 * n * n // 1024
+    assert [(e.step, e.group_size, e.bytes) for e in gather.entries] == [
+        ("all-gather", 32, 1024 * 31 * block)
+    ]
+    assert [(e.step, e.group_size, e.bytes) for e in whole.entries] == [
+        ("all-gather", 1024, 1024 * 1023 * block)
+    ]
+    # ranks on the diagonal keep their block
+    assert [(e.group_size, e.bytes) for e in turn.entries] == [(1024, 992 * block)]
+    assert reduce.bytes == 1024 * 1023 * block
+    assert whole.collectives == reduce.collectives == 1
+
+
+# ---- meshes of all kinds
+
+
+def test_a_sub_mesh_stands_for_all_its_siblings():
+    with simulate(6):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        mine = per_rank(lambda rank: grid(4) + 100 * rank)
+        x = distribute_tensor(mine, mesh["tp"], [Shard(0)])
+        assert x.device_mesh.size() == 3
+        # each group of siblings has its own source: ranks 0 and 3
+        assert [t.tolist() for t in x.to_local().ranks] == [[0, 1], [2, 3], [], [300, 301], [302, 303], []]
+        assert [t[0].item() for t in x.full_tensor().ranks] == [0, 0, 0, 300, 300, 300]
+        y = DTensor.from_local(mine, mesh["dp"], [Partial()]).redistribute(dp=R)
+        assert [t[0].item() for t in y.to_local().ranks] == [300, 500, 700, 300, 500, 700]
+        with counting() as ledger:
+            x.redistribute(tp=R)
+        assert ledger.bytes == 2 * 4 * 2 * 4  # of both groups: each of four elements goes to two ranks
+
+
+def test_a_sub_mesh_of_two_of_three_axes():
+    with simulate(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        x = distribute_tensor(grid(3, 3), mesh["pp", "tp"], [Shard(0), Shard(1)])
+        assert ["{}x{}".format(*b.shape) for b in x.to_local().ranks] == [
+            "2x2",
+            "2x1",
+            "2x2",
+            "2x1",
+            "1x2",
+            "1x1",
+            "1x2",
+            "1x1",
+        ]
+        for whole in x.redistribute(pp=Shard(1), tp=R).full_tensor().ranks:
+            assert torch.equal(whole, grid(3, 3))
+
+
+def test_flattened_axes():
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        flat = mesh._flatten("all")
+        x = distribute_tensor(grid(6), flat, [Shard(0)])
+        assert repr(x.layout) == "[6:all]"
+        assert [t.tolist() for t in x.to_local().ranks] == [[0, 1], [2, 3], [4, 5], []]
+        total = DTensor.from_local(per_rank(lambda rank: torch.tensor([1.0 * rank])), flat, [Partial()])
+        assert total.redistribute(all=R).to_local().ranks[2].item() == 6
+
+
+def test_a_mesh_of_other_order_than_the_ranks():
+    with simulate(4):
+        mesh = sw.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("x", "y"))
+        x = distribute_tensor(per_rank(lambda rank: grid(2, 3) + 10 * rank), mesh, [Shard(0), Shard(1)])
+        # rank 3 is first, and so the source
+        assert {r: b.tolist() for r, b in x.to_local()._blocks.items()} == {
+            3: [[30, 31]],
+            1: [[32]],
+            0: [[33, 34]],
+            2: [[35]],
+        }
+        for said in itertools.product((Shard(0), Shard(1), R), repeat=2):
+            assert all(
+                torch.equal(t, grid(2, 3) + 30) for t in x.redistribute(placements=said).full_tensor().ranks
+            )
+
+
+def test_a_mesh_over_part_of_the_world():
+    with simulate(6):
+        mesh = sw.DeviceMesh("cpu", [[5, 2], [1, 4]], mesh_dim_names=("x", "y"))
+        x = distribute_tensor(grid(5, 3).requires_grad_(), mesh, [Shard(0), Partial()])
+        assert x.to_local()._blocks.keys() == {1, 2, 4, 5}
+        y = x.redistribute(x=Shard(1), y=Shard(0))
+        assert all(torch.equal(t, grid(5, 3)) for t in y.full_tensor().ranks)
+        y.to_local().sum().backward()
+        assert all(torch.equal(t, torch.ones(5, 3)) for t in x.grad.full_tensor().ranks)
+        assert "0:" not in repr(y.to_local())
+
+
+def test_two_meshes_over_other_ranks_do_not_mix():
+    with simulate(4):
+        here, there = sw.DeviceMesh("cpu", [0, 1]), sw.DeviceMesh("cpu", [2, 3])
+        x, y = (distribute_tensor(grid(3), mesh, [Shard(0)]) for mesh in (here, there))
+        with pytest.raises(NotImplementedError, match="one mesh"):
+            x + y
+        with pytest.raises(RuntimeError, match=r"(?s)different ranks met.*\n  why: .*\n  fix: "):
+            x.to_local() + y.to_local()
+
+
+def test_axes_of_one_rank():
+    with simulate(3):
+        mesh = init_device_mesh("cpu", (1, 3, 1), mesh_dim_names=("a", "b", "c"))
+        x = distribute_tensor(grid(4), mesh, [Shard(0), Shard(0), Partial()])
+        assert repr(x.layout) == "[4:b]"
+        with counting() as ledger:
+            x.redistribute(a=R, c=R)
+        assert ledger.collectives == 0
+        assert x.redistribute(b=R).full_tensor().ranks[2].tolist() == [0, 1, 2, 3]
+
+
+# ---- the program of one rank, run for all
+
+
+def test_training_by_hand_with_blocks_of_different_sizes():
+    """A linear layer whose batch is split unevenly: gradients per rank, summed by a redistribution."""
+    data, target = grid(7, 3) / 10, grid(7, 2) / 10
+    w = torch.full((3, 2), 0.5, requires_grad=True)
+    ((data @ w - target) ** 2).sum().backward()
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        x, y = (distribute_tensor(t, mesh, [Shard(0)]).to_local() for t in (data, target))
+        assert [b.shape[0] for b in x.ranks] == [2, 2, 2, 1]
+        weight = distribute_tensor(w.detach().clone().requires_grad_(), mesh)
+        loss = ((x @ weight.to_local(grad_placements=[Partial()]) - y) ** 2).sum()
+        total = DTensor.from_local(loss, mesh, [Partial()]).full_tensor()
+        total.backward()
+        torch.testing.assert_close(weight.grad.full_tensor().ranks[3], w.grad)
+        assert total.ranks[0].item() == pytest.approx(((data @ w - target) ** 2).sum().item())
+
+
+def test_users_own_collectives():
+    with simulate(4):
+        t = per_rank(lambda rank: torch.tensor([float(rank)]))
+        dist.all_reduce(t)
+        assert [b.item() for b in t.ranks] == [6, 6, 6, 6]
+        with pytest.raises(RuntimeError, match=r"(?s)cannot run on simulated ranks.*\n  why: .*\n  fix: "):
+            dist.send(t, 1)

@@ -1,0 +1,97 @@
+"""The cost model: what a step costs, and that its figures decide which plan is taken."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.strategies import axes, layouts, shapes
+
+from shardwise.layout import Axes, parse_layout
+from shardwise.plan import AllGather, CostModel, Slice, plan_redistribute
+
+ON = Axes((2, 2), ("dp", "tp"))
+BY_COUNT = CostModel(latency=1.0, bandwidth=1e30)
+BY_BYTES = CostModel(latency=0.0, bandwidth=1.0)
+
+
+def layout(text, on=ON):
+    return parse_layout(text, on)[0]
+
+
+def plan(source, target, model, on=ON):
+    return plan_redistribute(layout(source, on), layout(target, on), 4, model)
+
+
+def told(plan):
+    return [(step.name, plan.source.axes.names_of(step.axes)) for step in plan.steps]
+
+
+def seconds(plan, model):
+    return sum(model.seconds(step, plan.itemsize) for step in plan.steps)
+
+
+def test_one_figure_is_that_of_every_axis():
+    assert CostModel(1e-5, 1e9).pace((0, 1)) == (1e-5, 1e9)
+    assert CostModel(1, 2).pace((1,)) == (1, 2)
+
+
+def test_a_step_over_several_axes_goes_at_the_pace_of_the_slowest():
+    model = CostModel(latency=(3.0, 1.0, 2.0), bandwidth=(10.0, 30.0, 20.0))
+    assert [model.pace((a,)) for a in range(3)] == [(3.0, 10.0), (1.0, 30.0), (2.0, 20.0)]
+    assert model.pace((1, 2)) == (2.0, 20.0)
+    assert model.pace((0, 1, 2)) == (3.0, 10.0)
+
+
+def test_a_step_takes_its_latency_and_the_time_for_what_a_rank_sends_on_average():
+    gather = AllGather(layout("[8:dp, 6]"), layout("[8, 6]"), (0,))
+    assert gather.elements == 4 * 24  # each of four ranks hears the other half
+    model = CostModel(latency=(0.5, 9.0), bandwidth=(12.0, 9.0))
+    assert model.seconds(gather, itemsize=2) == 0.5 + 24 * 2 / 12.0
+
+
+def test_local_steps_are_free():
+    assert CostModel(1.0, 1.0).seconds(Slice(layout("[8]"), layout("[8:dp]")), 4) == 0.0
+
+
+def test_models_are_values():
+    assert CostModel((1.0, 2.0), 3.0) == CostModel((1.0, 2.0), 3.0)
+    assert hash(CostModel()) == hash(CostModel())
+    with pytest.raises(AttributeError):
+        CostModel().latency = 1.0
+
+
+def test_latency_merges_collectives_and_bandwidth_parts_them():
+    # over both axes at once 3/4 of the tensor leaves each rank; one axis after the other it is as much, so
+    # the figures of the axes decide
+    together = [("reduce-scatter", ("dp", "tp"))]
+    assert told(plan("[64, 64] P(dp,sum) P(tp,sum)", "[64:dp, 64:tp]", BY_COUNT)) == together
+    slow_dp = CostModel(latency=0.0, bandwidth=(1.0, 1e6))
+    assert told(plan("[64, 64] P(dp,sum) P(tp,sum)", "[64:dp, 64:tp]", slow_dp)) == [
+        ("reduce-scatter", ("tp",)),
+        ("reduce-scatter", ("dp",)),
+    ]
+    slow_tp = CostModel(latency=0.0, bandwidth=(1e6, 1.0))
+    assert told(plan("[64, 64] P(dp,sum) P(tp,sum)", "[64:dp, 64:tp]", slow_tp)) == [
+        ("reduce-scatter", ("dp",)),
+        ("reduce-scatter", ("tp",)),
+    ]
+
+
+def test_the_size_of_the_tensor_decides_too():
+    model = CostModel(latency=1e-5, bandwidth=(1e8, 1e11))
+    small = plan("[16, 16] P(dp,sum) P(tp,sum)", "[16:dp, 16:tp]", model)
+    large = plan("[4096, 4096] P(dp,sum) P(tp,sum)", "[4096:dp, 4096:tp]", model)
+    assert (small.collectives, large.collectives) == (1, 2)
+
+
+@given(st.data())
+def test_the_plan_for_a_model_is_the_cheapest_of_those_for_any(data):
+    on, shape = data.draw(axes(max_count=16)), data.draw(shapes(max_dims=3, max_size=512))
+    # plain ones: their plans need no more room than their ends, and room goes before seconds
+    source, target = (data.draw(layouts(on, shape, plain=True)) for _ in range(2))
+    figure = st.sampled_from([1e-6, 1e-4, 1e-2])
+    each = st.tuples(*[figure] * len(on))
+    model = CostModel(data.draw(figure | each), 1 / data.draw(st.sampled_from([1e-6, 1e-9])))
+    ours = plan_redistribute(source, target, 4, model)
+    for other in (BY_COUNT, BY_BYTES, CostModel()):
+        theirs = plan_redistribute(source, target, 4, other)
+        assert seconds(ours, model) <= seconds(theirs, model) * (1 + 1e-9)

@@ -1,0 +1,802 @@
+"""Programs written for torch's DTensor, run as they are and with one text replaced by another: the same outcome.
+
+Each program is a function body that returns what a user would look at. Both versions run on 4 real processes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm.launch import Workers
+
+TORCH, OURS = "torch.distributed.tensor", "shardwise"
+
+HEAD = """
+import copy, io, pickle
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import (
+    DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, empty, full, ones, zeros,
+    DeviceMesh, init_device_mesh,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+rank = dist.get_rank()
+R = Replicate()
+
+def line():
+    return init_device_mesh("cpu", (4,))
+
+def square():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+def seen(x):
+    return str(x.placements), tuple(x.shape), x.stride(), x.dtype, x.requires_grad, x.is_leaf, x.to_local()
+
+def grid(*shape):
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+"""
+
+PROGRAMS: dict[str, str] = {}
+"""By name: the body of the function."""
+
+
+def program(name: str, text: str) -> None:
+    assert name not in PROGRAMS, name
+    PROGRAMS[name] = textwrap.dedent(text)
+
+
+# ---- making tensors
+
+for kind in ("zeros", "ones", "full"):
+    value = ", 7.5" if kind == "full" else ""
+    program(
+        f"{kind} on a line, even and uneven",
+        f"""
+        mesh = line()
+        return [
+            seen({kind}((n, 3){value}, device_mesh=mesh, placements=[p], dtype=t, requires_grad=g))
+            for n in (1, 4, 6, 9) for p in (Shard(0), Shard(1), R)
+            for t, g in ((torch.float32, False), (torch.float64, True))
+        ]
+        """,
+    )
+    program(
+        f"{kind} on a square and on its sub-meshes",
+        f"""
+        mesh = square()
+        places = ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), R], [R, R], [R, Shard(0)])
+        out = [seen({kind}([5, 3]{value}, device_mesh=mesh, placements=p)) for p in places]
+        for sub in (mesh["dp"], mesh["tp"]):
+            out += [seen({kind}([5, 3]{value}, device_mesh=sub, placements=[p])) for p in (Shard(0), Shard(1), R)]
+        return out
+        """,
+    )
+
+program(
+    "sizes in every spelling",
+    """
+    mesh = line()
+    kw = dict(device_mesh=mesh, placements=[Shard(0)])
+    made = [zeros(4, 2, **kw), zeros((4, 2), **kw), zeros([4, 2], **kw), zeros(torch.Size([4, 2]), **kw),
+            zeros(5, **kw), ones(5, **kw), full(5, 2.0, **kw), full((5,), 2.0, **kw), full([4, 2], 1, **kw)]
+    return [seen(x) for x in made] + [tuple(empty(4, 2, **kw).shape), empty(3, **kw).dtype]
+    """,
+)
+program(
+    "factories take the mesh around them and replicate by default",
+    """
+    with square():
+        return [seen(zeros(3, 2)), seen(ones(3)), seen(zeros(5, 2, placements=[Shard(0), R]))]
+    """,
+)
+program(
+    "a mesh that not every rank is part of",
+    """
+    mesh = DeviceMesh("cpu", [0, 2])
+    made = [zeros(5, 3, device_mesh=mesh, placements=[Shard(0)]),
+            full((5, 3), 2.0, device_mesh=mesh, placements=[R]),
+            distribute_tensor(grid(5, 3), mesh, [Shard(0)]),
+            distribute_tensor(grid(5, 3), mesh, [R]),
+            DTensor.from_local(grid(2, 3), mesh, [Shard(0)])]
+    return [(str(x.placements), tuple(x.shape), x.to_local().numel(), x.to_local()) for x in made]
+    """,
+)
+program(
+    "redistribute on a mesh that not every rank is part of",
+    """
+    mesh = DeviceMesh("cpu", [1, 2, 3])
+    x = distribute_tensor(grid(5, 3), mesh, [Shard(0)])
+    y = x.redistribute(mesh, [Shard(1)])
+    z = y.redistribute(mesh, [R])
+    return [(str(t.placements), tuple(t.shape), t.to_local().numel(), t.to_local()) for t in (x, y, z)]
+    """,
+)
+program(
+    "distribute_tensor on a line",
+    """
+    mesh = line()
+    return [seen(distribute_tensor(grid(n, 3).requires_grad_(g), mesh, [p]))
+            for n in (1, 4, 6, 9) for p in (Shard(0), Shard(1), Shard(-1), Shard(-2), R) for g in (False, True)]
+    """,
+)
+program(
+    "distribute_tensor on a square",
+    """
+    mesh = square()
+    some = (Shard(0), Shard(1), Shard(-1), R)
+    return [seen(distribute_tensor(grid(5, 3), mesh, [a, b])) for a in some for b in some]
+    """,
+)
+program(
+    "uneven tensors on the sub-meshes of a square",
+    """
+    mesh = square()
+    return [seen(distribute_tensor(grid(n, 3) + 100 * rank, mesh[axis], [p]))
+            for n in (1, 3, 5) for axis in ("dp", "tp") for p in (Shard(0), Shard(1), R)]
+    """,
+)
+program(
+    "distribute_tensor spreads what the source rank holds",
+    """
+    mesh = line()
+    out = []
+    for source in (0, 1, 3, None):
+        for p in (Shard(0), R):
+            mine = grid(6, 2) + 1000 * rank
+            x = distribute_tensor(mine, mesh, [p], src_data_rank=source)
+            out.append((str(x.placements), x.to_local()))
+    return out
+    """,
+)
+program(
+    "distribute_tensor on a square spreads what the source of each axis holds",
+    """
+    mesh = square()
+    out = []
+    for source in (0, 1, None):
+        for p in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [R, Shard(0)], [Shard(1), R], [R, R]):
+            out.append(distribute_tensor(grid(5, 3) + 1000 * rank, mesh, p, src_data_rank=source).to_local())
+    return out
+    """,
+)
+program(
+    "distribute_tensor of a DTensor that lies so already",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
+    p = distribute_tensor(nn.Parameter(grid(4, 3)), mesh, [Shard(0)])
+    return distribute_tensor(x, mesh, [Shard(0)]) is x, type(p) is DTensor, p.requires_grad, p.is_leaf
+    """,
+)
+program(
+    "distribute_tensor takes the mesh around it and replicates by default",
+    """
+    with line():
+        return seen(distribute_tensor(grid(3)))
+    """,
+)
+program(
+    "distribute_tensor of Partial adds up",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 3), mesh, [Partial()])
+    return str(x.placements), tuple(x.shape), x.full_tensor()
+    """,
+)
+program(
+    "distribute_tensor of a meta tensor",
+    """
+    x = distribute_tensor(torch.empty(5, 3, device="meta"), line(), [Shard(0)])
+    return str(x.placements), tuple(x.shape), tuple(x.to_local().shape), str(x.device), str(x.to_local().device)
+    """,
+)
+
+# ---- from_local and to_local
+
+program(
+    "from_local and to_local, there and back",
+    """
+    mesh = line()
+    local = grid(2, 3) + rank
+    out = []
+    for p in (Shard(0), Shard(1), Shard(-1), R, Partial(), Partial("max")):
+        x = DTensor.from_local(local, mesh, [p])
+        out.append((seen(x), torch.equal(x.to_local(), local), x.device_mesh == mesh, x.device.type))
+    return out
+    """,
+)
+program(
+    "from_local shares memory with the block",
+    """
+    local = grid(2, 3)
+    x = DTensor.from_local(local, line(), [Shard(0)])
+    local.add_(rank + 1)
+    return x.to_local(), x.to_local().data_ptr() == local.data_ptr()
+    """,
+)
+program(
+    "to_local without grad is the block itself",
+    """
+    x = DTensor.from_local(grid(2, 3), line(), [Shard(0)])
+    with torch.no_grad():
+        return x.to_local() is x._local_tensor, x.to_local() is x.to_local()
+    """,
+)
+program(
+    "gradients through from_local and to_local",
+    """
+    mesh = line()
+    out = []
+    for p in (Shard(0), Shard(1), R, Partial()):
+        local = (grid(2, 3) + rank).requires_grad_()
+        x = DTensor.from_local(local * 2, mesh, [p])
+        back = x.to_local()
+        (back * (rank + 1)).sum().backward()
+        out.append((local.grad, x.requires_grad, x.is_leaf, back.requires_grad, back.is_leaf))
+    return out
+    """,
+)
+program(
+    "the gradient of a DTensor leaf is a DTensor that lies as it does",
+    """
+    mesh = square()
+    out = []
+    for p in ([Shard(0), Shard(1)], [Shard(0), R], [R, R], [Shard(1), Shard(1)]):
+        x = distribute_tensor(grid(5, 4).requires_grad_(), mesh, p)
+        (x.to_local() * 3).sum().backward()
+        out.append((type(x.grad) is DTensor, str(x.grad.placements), tuple(x.grad.shape), x.grad.to_local()))
+    return out
+    """,
+)
+program(
+    "gradients through full_tensor",
+    """
+    mesh = square()
+    weight = grid(5, 4)
+    out = []
+    for p in ([Shard(0), Shard(1)], [Shard(0), R], [R, R], [R, Shard(0)]):
+        x = distribute_tensor(grid(5, 4).requires_grad_(), mesh, p)
+        (x.full_tensor() * weight).sum().backward()
+        out.append((str(x.grad.placements), x.grad.to_local()))
+    return out
+    """,
+)
+program(
+    "full_tensor and to_local with the placements of their gradients",
+    """
+    mesh = line()
+    out = []
+    for how in ("full_tensor", "to_local"):
+        x = distribute_tensor(grid(4, 4).requires_grad_(), mesh, [R])
+        y = getattr(x, how)(grad_placements=[Partial()])
+        (y * (rank + 1)).sum().backward()
+        g = x.grad.redistribute(mesh, [R])
+        out.append((str(x.placements), g.to_local()))
+    return out
+    """,
+)
+program(
+    "gradients through redistribute, there and back",
+    """
+    mesh = line()
+    out = []
+    for a in (Shard(0), Shard(1), R):
+        for b in (Shard(0), Shard(1), R):
+            local = (grid(4, 4) + rank).requires_grad_()
+            x = DTensor.from_local(local, mesh, [a])
+            y = x.redistribute(mesh, [b])
+            (y.to_local() * 2).sum().backward()
+            out.append((str(y.placements), y.requires_grad, local.grad))
+    return out
+    """,
+)
+program(
+    "gradients of pending sums",
+    """
+    mesh = line()
+    out = []
+    for b in (Shard(0), Shard(1), R):
+        local = (grid(4, 4) + rank).requires_grad_()
+        y = DTensor.from_local(local, mesh, [Partial()]).redistribute(mesh, [b])
+        (y.to_local() * 2).sum().backward()
+        out.append((y.to_local().detach(), local.grad))
+    return out
+    """,
+)
+program(
+    "from_local, then redistribute, without grad",
+    """
+    mesh = line()
+    local = grid(2, 3).requires_grad_()
+    with torch.no_grad():
+        x = DTensor.from_local(local, mesh, [Shard(0)])
+        y = x.redistribute(mesh, [R])
+    return y.requires_grad, x.requires_grad, y.to_local()
+    """,
+)
+program(
+    "from_local of uneven blocks with the shape given",
+    """
+    mesh = line()
+    sizes = [2, 2, 1, 0]
+    local = torch.full((sizes[rank], 10), float(rank))
+    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 10)), stride=(10, 1))
+    return seen(x), x.redistribute(mesh, [R]).to_local(), x.full_tensor()
+    """,
+)
+program(
+    "from_local of a transposed block",
+    """
+    mesh = line()
+    return [(x.stride(), tuple(x.shape), x.to_local().stride())
+            for p in (Shard(0), Shard(1), R) for x in [DTensor.from_local(grid(3, 2).t(), mesh, [p])]]
+    """,
+)
+program(
+    "run_check accepts what is right",
+    """
+    mesh = square()
+    made = [DTensor.from_local(grid(2, 3), mesh, [R, R], run_check=True),
+            DTensor.from_local(grid(2, 3) + rank, mesh, [Shard(0), Shard(1)], run_check=True)]
+    return [seen(x) for x in made]
+    """,
+)
+
+# ---- redistribute
+
+program(
+    "redistribute between every two placements of a line, even and uneven",
+    """
+    mesh = line()
+    out = []
+    for shape in ((4, 4), (5, 3), (1, 7), (2, 9), (6, 1)):
+        for a in (Shard(0), Shard(1), R):
+            for b in (Shard(0), Shard(1), Shard(-1), R):
+                y = distribute_tensor(grid(*shape), mesh, [a]).redistribute(mesh, [b])
+                out.append((str(y.placements), tuple(y.shape), y.to_local(), y.full_tensor()))
+    return out
+    """,
+)
+program(
+    "redistribute between every two placements of a square",
+    """
+    mesh = square()
+    some = (Shard(0), Shard(1), R)
+    out = []
+    for a in some:
+        for b in some:
+            x = distribute_tensor(grid(4, 8), mesh, [a, b])
+            for c in some:
+                for d in some:
+                    y = x.redistribute(mesh, [c, d])
+                    out.append((str(y.placements), y.to_local()))
+    return out
+    """,
+)
+program(
+    "redistribute of pending values",
+    """
+    mesh = line()
+    out = []
+    for op in ("sum", "avg", "max", "min"):
+        for p in (Shard(0), Shard(1), R):
+            x = DTensor.from_local(grid(5, 3) * (rank - 1) - 3, mesh, [Partial(op)])
+            y = x.redistribute(placements=[p])
+            out.append((str(x.placements), str(y.placements), y.to_local()))
+    return out
+    """,
+)
+program(
+    "redistribute to the same placements",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
+    y = x.redistribute(mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        x.redistribute(mesh, [Shard(-2)])
+    return y is x, torch.equal(x.to_local(), y.to_local()), comm.get_total_counts()
+    """,
+)
+program(
+    "redistribute leaves the first tensor as it is",
+    """
+    x = distribute_tensor(grid(5, 3), line(), [Shard(0)])
+    y = x.redistribute(placements=[R])
+    y.to_local().zero_()
+    return seen(x), y.to_local()
+    """,
+)
+program(
+    "redistribute in another dtype",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 3).requires_grad_(), mesh, [Shard(0)])
+    y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16)
+    z = x.redistribute(placements=[R], backward_dtype=torch.bfloat16)
+    (y.to_local().float().sum() + z.to_local().sum()).backward()
+    return y.dtype, y.to_local(), z.dtype, x.grad.dtype, x.grad.to_local()
+    """,
+)
+program(
+    "redistribute that is not waited for",
+    """
+    mesh = line()
+    x = DTensor.from_local(grid(4, 3) + rank, mesh, [Partial()])
+    y = x.redistribute(placements=[R], async_op=True)
+    z = x.redistribute(placements=[Shard(0)], async_op=True)
+    return y.to_local() + 1, z.to_local() * 2, y.full_tensor()
+    """,
+)
+program(
+    "redistribute on sub-meshes",
+    """
+    mesh = square()
+    out = []
+    for axis in ("dp", "tp"):
+        x = distribute_tensor(grid(5, 3), mesh[axis], [Shard(0)])
+        for p in (Shard(1), R):
+            y = x.redistribute(placements=[p])
+            out.append((str(y.placements), y.to_local(), y.device_mesh.mesh_dim_names))
+    return out
+    """,
+)
+program(
+    "meshes of one axis and of axes of size one",
+    """
+    out = []
+    for shape in ((4, 1), (1, 4), (4,)):
+        mesh = init_device_mesh("cpu", shape)
+        x = distribute_tensor(grid(6, 3), mesh, [Shard(0)] * len(shape))
+        out.append((tuple(x.shape), x.to_local(), x.full_tensor()))
+    return out
+    """,
+)
+
+# ---- what the tensor is
+
+program(
+    "placements as values",
+    """
+    from torch.distributed.tensor.placement_types import Partial as P, Replicate as Re, Shard as S
+    same = (Shard(0) == S(0), Shard(dim=1) == Shard(1), Shard(0) == Shard(1), R == Re(), Shard(0) == R,
+            Partial() == P("sum"), Partial("avg") == Partial(), hash(Shard(0)) == hash(S(0)),
+            (Shard(0), R) == (Shard(0), Re()), len({Shard(0), Shard(0), R, Re(), P(), P("sum"), P("max")}))
+    asked = (Shard(0).is_shard(), Shard(0).is_shard(0), Shard(0).is_shard(dim=1), R.is_replicate(), R.is_shard(),
+             P().is_partial(), P().is_partial("sum"), P("max").is_partial("sum"), P().is_replicate(), Shard(0).is_partial())
+    shown = [str(p) for p in (Shard(0), R, P(), P("avg"))], [repr(p) for p in (Shard(3), R, P(), P("product"))]
+    return same, asked, shown, Shard(2).dim, Partial("min").reduce_op, isinstance(R, Placement), issubclass(Shard, Placement)
+    """,
+)
+program(
+    "the spec as client code reads it",
+    """
+    mesh = square()
+    x = distribute_tensor(grid(5, 4), mesh, [Shard(0), R])
+    y = distribute_tensor(grid(5, 4) + 1, mesh, [Shard(0), R])
+    s = x._spec
+    return (s.mesh is mesh, str(s.placements), tuple(s.shape), s.ndim, tuple(s.tensor_meta.shape), s.tensor_meta.stride,
+            s.tensor_meta.dtype, s == y._spec, hash(s) == hash(y._spec), {s: 1}[y._spec], s.placements == (Shard(0), R),
+            x.redistribute(mesh, [R, R])._spec == s, s.device_mesh is mesh, s.stride)
+    """,
+)
+program(
+    "placements and mesh of a tensor",
+    """
+    mesh = square()
+    x = distribute_tensor(grid(5, 4), mesh, [Shard(-1), Shard(-2)])
+    return (x.placements == (Shard(1), Shard(0)), isinstance(x.placements, tuple), x.device_mesh == mesh,
+            x.device_mesh.mesh_dim_names, x.shape, x.size(0), x.dim(), x.numel(), len(x), x.is_contiguous(),
+            x.element_size(), isinstance(x, torch.Tensor), x.layout is not None, x.is_floating_point())
+    """,
+)
+program(
+    "placements cannot be set",
+    """
+    x = distribute_tensor(grid(5, 4), line(), [Shard(0)])
+    x.placements = (R,)
+    """,
+)
+program(
+    "as the parameter of a module",
+    """
+    mesh = line()
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(distribute_tensor(grid(6, 3), mesh, [Shard(0)]))
+            self.register_buffer("b", distribute_tensor(grid(3), mesh, [R]))
+    m = M()
+    w = m.w
+    w.to_local().sum().backward()
+    state = m.state_dict()
+    other = M()
+    other.load_state_dict({k: v * 2 for k, v in state.items()})
+    third = M()
+    third.load_state_dict({k: v.detach() * 3 for k, v in state.items()}, assign=True)
+    return (isinstance(w, nn.Parameter), isinstance(w, DTensor), w.requires_grad, w.is_leaf, [n for n, _ in m.named_parameters()],
+            sorted(state), str(state["w"].placements), seen(other.w), seen(third.w), isinstance(third.w, nn.Parameter),
+            str(w.grad.placements), w.grad.to_local(), isinstance(w.to_local(), nn.Parameter), len(list(m.buffers())))
+    """,
+)
+program(
+    "copies of it",
+    """
+    mesh = square()
+    x = distribute_tensor(grid(5, 4).requires_grad_(), mesh, [Shard(0), R])
+    p = nn.Parameter(distribute_tensor(grid(5, 4), mesh, [R, Shard(1)]))
+    a, b, c = copy.deepcopy(x), x.detach(), x.clone()
+    q = copy.deepcopy(p)
+    with torch.no_grad():
+        a.to_local().zero_()
+    return (seen(a), seen(b), seen(c), seen(q), isinstance(q, nn.Parameter), x.to_local().detach(),
+            torch.equal(copy.copy(x).to_local(), x.to_local()))
+    """,
+)
+program(
+    "pickled and saved",
+    """
+    mesh = square()
+    x = distribute_tensor(grid(5, 4).requires_grad_(), mesh, [Shard(0), R])
+    out = [pickle.loads(pickle.dumps(x))]
+    for weights_only in (False, True):
+        file = io.BytesIO()
+        torch.save({"x": x}, file)
+        file.seek(0)
+        out.append(torch.load(file, weights_only=weights_only)["x"])
+    return [(seen(y), y.device_mesh == mesh, type(y) is DTensor) for y in out]
+    """,
+)
+program(
+    "what was loaded can be used",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(5, 4), mesh, [Shard(0)])
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    y = torch.load(file, weights_only=True)
+    z = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
+    z.copy_(y)
+    return seen(z), (x + y).to_local()
+    """,
+)
+program(
+    "what was loaded can be gathered",
+    """
+    mesh = square()
+    x = distribute_tensor(grid(5, 4), mesh, [Shard(0), Shard(1)])
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    y = torch.load(file, weights_only=True)
+    return y.full_tensor(), y.redistribute(y.device_mesh, [Shard(1), R]).to_local()
+    """,
+)
+program(
+    "hooks",
+    """
+    x = distribute_tensor(grid(4, 3).requires_grad_(), line(), [Shard(0)])
+    calls = []
+    x.register_hook(lambda g: calls.append(str(g.placements)) or g * 2)
+    x.register_post_accumulate_grad_hook(lambda t: calls.append(t is x))
+    x.to_local().sum().backward()
+    return calls, x.grad.to_local()
+    """,
+)
+program(
+    "plain arithmetic that keeps the layout",
+    """
+    mesh = square()
+    x = distribute_tensor(grid(5, 4), mesh, [Shard(0), Shard(1)])
+    y = distribute_tensor(grid(5, 4) * 2 - 3, mesh, [Shard(0), Shard(1)])
+    made = [x + y, x - y, x * 2, x / 4, -x, 3 * x, x.to(torch.float64), x.clone(), x.detach(), torch.zeros_like(x),
+            torch.ones_like(y), torch.full_like(x, 2.5), torch.empty_like(x).zero_()]
+    z = x.clone()
+    z += y
+    z.copy_(y)
+    return [seen(t) for t in made], seen(z)
+    """,
+)
+program(
+    "answers are those of the whole tensor",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
+    y = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
+    made = x.sum(), x.max(), x.mean(), x.sum(0)  # torch's own item() answers for the block alone
+    return torch.equal(x, y), [(tuple(t.shape), t.full_tensor()) for t in made], [t.full_tensor().item() for t in made[:3]]
+    """,
+)
+program(
+    "zero_grad and setting grad",
+    """
+    x = distribute_tensor(grid(4, 3).requires_grad_(), line(), [Shard(0)])
+    x.to_local().sum().backward()
+    first = x.grad.to_local().clone()
+    x.to_local().sum().backward()
+    second = x.grad.to_local().clone()
+    x.grad = None
+    gone = x.grad is None
+    x.grad = x.detach() * 5
+    return first, second, gone, x.grad.to_local()
+    """,
+)
+program(
+    "autograd.grad, twice",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 3).requires_grad_(), mesh, [Shard(0)])
+    y = (x.redistribute(placements=[R]).to_local() ** 3).sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    (h,) = torch.autograd.grad((g.to_local() ** 2).sum(), x)
+    return seen(g.detach()), seen(h.detach())
+    """,
+)
+
+# ---- looking at communication
+
+program(
+    "how many collectives redistribute uses",
+    """
+    mesh = line()
+    out = []
+    for a, b in ((Shard(0), R), (R, Shard(0)), (R, R), (Shard(0), Shard(0))):
+        x = distribute_tensor(grid(4, 4), mesh, [a])
+        with CommDebugMode() as comm_mode:
+            x.redistribute(mesh, [b])
+        counts = comm_mode.get_comm_counts()
+        out.append((comm_mode.get_total_counts(), counts[torch.ops.c10d_functional.all_gather_into_tensor],
+                    counts[torch.ops.c10d_functional.all_reduce], counts.get(torch.ops.c10d_functional.all_reduce, 0)))
+    for op in (R, Shard(0)):
+        x = DTensor.from_local(grid(4, 4), mesh, [Partial()])
+        with CommDebugMode() as comm_mode:
+            x.redistribute(mesh, [op])
+        counts = comm_mode.get_comm_counts()
+        out.append((comm_mode.get_total_counts(), counts[torch.ops.c10d_functional.all_reduce],
+                    counts[torch.ops.c10d_functional.reduce_scatter_tensor]))
+    return out
+    """,
+)
+program(
+    "collectives of the backward",
+    """
+    mesh = line()
+    x = distribute_tensor(grid(4, 4).requires_grad_(), mesh, [Shard(0)])
+    with CommDebugMode() as comm_mode:
+        y = x.redistribute(mesh, [R]).to_local(grad_placements=[Partial()])
+    forward = comm_mode.get_total_counts()
+    with comm_mode:
+        y.sum().backward()
+    return forward, comm_mode.get_comm_counts()[torch.ops.c10d_functional.reduce_scatter_tensor], x.grad.to_local()
+    """,
+)
+program(
+    "a mode that is left counts no more",
+    """
+    x = distribute_tensor(grid(4, 4), line(), [Shard(0)])
+    with CommDebugMode() as comm_mode:
+        pass
+    x.full_tensor()
+    return comm_mode.get_total_counts(), dict(comm_mode.get_comm_counts())
+    """,
+)
+
+# ---- the paths that torch documents
+
+program(
+    "every documented path imports",
+    """
+    import importlib
+    import torch.distributed.tensor
+    import torch.distributed.tensor.placement_types as placement_types
+    import torch.distributed.tensor.device_mesh as device_mesh
+    import torch.distributed.tensor.experimental
+    import torch.distributed.tensor.debug as debug
+    import torch.distributed.tensor.parallel
+    import torch.distributed.tensor.parallel.style
+    from torch.distributed.tensor.device_mesh import DeviceMesh as D, init_device_mesh as init
+    from torch.distributed.tensor.debug import visualize_sharding
+    return (placement_types.Shard is Shard, placement_types.Partial is Partial, placement_types.Replicate is Replicate,
+            placement_types.Placement is Placement, D is DeviceMesh, init is init_device_mesh,
+            device_mesh.DeviceMesh is dist.device_mesh.DeviceMesh, debug.CommDebugMode is CommDebugMode,
+            callable(visualize_sharding))
+    """,
+)
+
+# ---- what goes wrong
+
+for name, text in {
+    "a non-leaf": "distribute_tensor(grid(4).requires_grad_() * 2, line(), [Shard(0)])",
+    "too many placements": "distribute_tensor(grid(4), line(), [Shard(0), R])",
+    "too few placements": "distribute_tensor(grid(4), square(), [Shard(0)])",
+    "no placements": "distribute_tensor(grid(4), square(), [])",
+    "placements that are not a list": "distribute_tensor(grid(4), line(), Shard(0))",
+    "another layout": "distribute_tensor(distribute_tensor(grid(4, 4), line(), [Shard(0)]), line(), [Shard(1)])",
+    "another mesh": "distribute_tensor(distribute_tensor(grid(4, 4), line(), [Shard(0)]), square(), [Shard(0), R])",
+    "no mesh": "distribute_tensor(grid(4))",
+    "no mesh for a factory": "zeros(4)",
+    "no mesh for from_local": "DTensor.from_local(grid(4))",
+    "from_local of a DTensor": "DTensor.from_local(distribute_tensor(grid(4), line(), [R]), line(), [R])",
+    "from_local with a stride but no shape": "DTensor.from_local(grid(4), line(), [Shard(0)], stride=(1,))",
+    "different reductions": "DTensor.from_local(grid(4), square(), [Partial('sum'), Partial('max')])",
+    "different reductions to distribute": "distribute_tensor(grid(4), square(), [Partial('min'), Partial('max')])",
+    "redistribute to nowhere": "distribute_tensor(grid(4), line(), [R]).redistribute()",
+    "redistribute to another mesh": "distribute_tensor(grid(4, 4), line(), [R]).redistribute(square(), [R, R])",
+    "redistribute with placements for the mesh": "distribute_tensor(grid(4), line(), [R]).redistribute([Shard(0)])",
+    "a plain tensor beside a DTensor": "distribute_tensor(grid(4), line(), [Shard(0)]) + grid(4)",
+    "a plain tensor copied into a DTensor": "distribute_tensor(grid(4), line(), [Shard(0)]).copy_(grid(4))",
+    "deepcopy of a non-leaf": "copy.deepcopy(distribute_tensor(grid(4).requires_grad_(), line(), [Shard(0)]) * 2)",
+    "integers that require grad": "zeros(4, dtype=torch.int64, requires_grad=True, device_mesh=line())",
+    "Shard of no number": "Shard('0')",
+    "an argument there is not": "zeros(4, device_mesh=line(), color='red')",
+    "to_local takes its argument by name": "distribute_tensor(grid(4), line(), [R]).to_local([R])",
+    "sizes that are not whole": "zeros(4.5, device_mesh=line())",
+    "sizes that are negative": "zeros(-4, device_mesh=line())",
+    "blocks of different shapes": "DTensor.from_local(grid(3 if rank == 1 else 2), line(), [Shard(0)], run_check=True)",
+    "blocks of different dtypes": """DTensor.from_local(
+        torch.ones(2, dtype=torch.float64 if rank == 1 else None), line(), [Shard(0)], run_check=True)""",
+}.items():
+    program(f"error: {name}", f"return {text}")
+
+
+# ---- running them
+
+
+def outcome(text: str, package: str) -> tuple[str, Any]:
+    """What became of a program: ("returned", …) or ("raised", the exception)."""
+    source = (HEAD + "\ndef main():\n" + textwrap.indent(text, "    ")).replace(TORCH, package)
+    scope: dict[str, Any] = {}
+    exec(compile(source, f"<{package}>", "exec"), scope)
+    try:
+        return "returned", scope["main"]()
+    except Exception as error:
+        return "raised", error
+
+
+def compared(text: str) -> list[str]:
+    """On one rank: where the program's outcome under the two packages differs."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of things that are none of ours
+        (how, want), (our_how, got) = outcome(text, TORCH), outcome(text, OURS)
+    if how != our_how:
+        return [f"torch {how} {want!r}, ours {our_how} {got!r}"]
+    if how == "raised":
+        told = "" if isinstance(got, TypeError | AttributeError) or str(got) == str(want) else str(got)
+        odd = [] if isinstance(got, type(want)) else [f"torch raised {want!r}, ours {got!r}"]
+        lacks = (
+            [] if not told or ("\n  why: " in told and "\n  fix: " in told) else [f"no why or fix: {told}"]
+        )
+        return [*odd, *lacks]
+    return list(differences(want, got, "result"))
+
+
+def differences(want: Any, got: Any, at: str) -> Iterator[str]:
+    if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
+        same = want.dtype == got.dtype and want.shape == got.shape and torch.equal(want, got)
+        if not same:
+            yield f"{at}: torch has {want.dtype} {want}, ours {got.dtype} {got}"
+    elif isinstance(want, Mapping) and isinstance(got, Mapping):
+        yield from differences(sorted(want.items()), sorted(got.items()), at)
+    elif isinstance(want, Sequence) and not isinstance(want, str) and type(want) is type(got):
+        if len(want) != len(got):
+            yield f"{at}: torch has {want}, ours {got}"
+            return
+        for i, (a, b) in enumerate(zip(want, got, strict=True)):
+            yield from differences(a, b, f"{at}[{i}]")
+    elif want != got:
+        yield f"{at}: torch has {want!r}, ours {got!r}"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_for_torch_does_the_same_here(workers: Workers, name: str) -> None:
+    found = workers.run(compared, PROGRAMS[name])
+    assert found == [[]] * 4, "\n".join(f"rank {r}: {d}" for r, ds in enumerate(found) for d in ds[:6])

@@ -1,0 +1,551 @@
+"""DTensor as a tensor: what it shows, how it is copied, kept, changed and asked."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.strategies import layouts, shapes
+from tests.values import blocks_of, tensor, value, whole_of
+from torch import nn
+
+import shardwise as sw
+from shardwise import (
+    DTensor,
+    Partial,
+    PerRank,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
+from shardwise.comm import counting
+from shardwise.layout import Axes, Layout, Spec
+
+R = Replicate()
+DP_TP = Axes((2, 2), ("dp", "tp"))
+some = settings(max_examples=settings.default.max_examples // 2)
+"""For laws over simulated tensors of which each example costs some milliseconds."""
+
+
+def mesh_of(on):
+    return sw.DeviceMesh("cpu", torch.arange(on.count).view(on.sizes), mesh_dim_names=on.names)
+
+
+@pytest.fixture
+def square():
+    with simulate(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def grid(*shape):
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def whole(x):
+    """The value of a DTensor, after seeing that it is the same on all ranks."""
+    first, *others = x.full_tensor().ranks
+    assert all(torch.equal(first, t) for t in others)
+    return first.detach()
+
+
+# ---- what it shows
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "text"),
+    [
+        ([Shard(0), R], torch.float32, "f32[8:dp, 6]"),
+        ([R, Shard(1)], torch.float32, "f32[8, 6:tp]"),
+        ([Shard(0), Shard(0)], torch.int64, "i64[8:dp,tp, 6]"),
+        ([Shard(0, order=1), Shard(0, order=0)], torch.bool, "bool[8:tp,dp, 6]"),
+        ([Partial(), Shard(1)], torch.bfloat16, "bf16[8, 6:tp] P(dp,sum)"),
+        ([Partial("max"), Partial("max")], torch.float64, "f64[8, 6] P(dp,max) P(tp,max)"),
+        ([Shard(1, factors=(2, 3), factor=1), R], torch.uint8, "u8[8, 2 3:dp]"),
+    ],
+)
+def test_it_shows_layout_mesh_and_blocks(square, said, dtype, text):
+    x = distribute_tensor(grid(8, 6).to(dtype), square, said)
+    with counting() as ledger:
+        shown = repr(x)
+    assert ledger.collectives == 0
+    assert shown == str(x) == f"{x}"
+    assert shown.startswith(f"DTensor({text} on cpu mesh (dp=2, tp=2)")
+    assert repr(x._spec) == f"Spec({text} on dp=2, tp=2)"
+    for rank, block in enumerate(x.to_local().ranks):
+        assert f"  {rank}: {' '.join(repr(block).split())}" in shown
+    assert "requires_grad" not in shown
+
+
+def test_it_shows_that_it_requires_grad_and_what_has_not_arrived(square):
+    x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
+    assert "requires_grad=True" in repr(x)
+    assert "requires_grad=True" in repr(nn.Parameter(x.detach()))
+    late = x.detach().redistribute(placements=[R, R], async_op=True)
+    assert "f32[4] on" in repr(late)
+    assert "3.]" in repr(late)
+    assert "f32[3]" in repr(distribute_tensor(torch.empty(3, device="meta"), square))
+
+
+def test_axes_without_a_name_are_numbers():
+    with simulate(4):
+        x = distribute_tensor(grid(4), init_device_mesh("cpu", (2, 2)), [Shard(0), Partial()])
+        assert repr(x).startswith("DTensor(f32[4:0] P(1,sum) on cpu mesh (0=2, 1=2)")
+
+
+def test_on_one_real_rank_it_shows_the_block():
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        x = DTensor.from_local(grid(2), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), [Shard(0)])
+        assert repr(x) == "DTensor(f32[4:tp] on cpu mesh (tp=2), local_tensor=tensor([0., 1.]))"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- what it is
+
+
+def test_its_attributes(square):
+    x = distribute_tensor(grid(5, 4), square, [Shard(-1), Partial()])
+    assert isinstance(x, torch.Tensor)
+    assert x.device_mesh is square
+    assert x.placements == (Shard(1), Partial("sum"))
+    assert x.layout is Layout.of((5, 4), DP_TP, [Shard(1), Partial()])
+    assert (x.shape, x.size(1), x.ndim, x.dim(), x.numel(), len(x)) == ((5, 4), 4, 2, 2, 20, 5)
+    assert (x.dtype, x.device, x.stride(), x.is_contiguous()) == (
+        torch.float32,
+        torch.device("cpu"),
+        (4, 1),
+        True,
+    )
+    assert (x.is_leaf, x.requires_grad, x.grad, x.grad_fn) == (True, False, None, None)
+    assert isinstance(x._local_tensor, PerRank)
+    assert [tuple(b.shape) for b in x._local_tensor.ranks] == [(5, 2)] * 4
+    for name in ("placements", "device_mesh", "layout"):
+        with pytest.raises(AttributeError):
+            setattr(x, name, None)
+
+
+def test_its_spec(square):
+    x, y = (distribute_tensor(grid(5, 4) + i, square, [Shard(0), R]) for i in (0, 1))
+    spec = x._spec
+    assert isinstance(spec, Spec)
+    assert (spec.mesh, spec.device_mesh, spec.placements) == (square, square, (Shard(0), R))
+    assert (spec.shape, spec.ndim, spec.stride, spec.dtype) == (torch.Size([5, 4]), 2, (4, 1), torch.float32)
+    assert isinstance(spec.shape, torch.Size)
+    assert (spec.tensor_meta.shape, spec.tensor_meta.stride, spec.tensor_meta.dtype) == (
+        (5, 4),
+        (4, 1),
+        torch.float32,
+    )
+    assert spec is y._spec
+    assert {spec: "found"}[y._spec] == "found"
+    assert spec != y.double()._spec
+    assert spec != y.redistribute(dp=R)._spec
+
+
+def test_to_local_without_grad_is_the_block_itself(square):
+    x = distribute_tensor(grid(4), square, [Shard(0), R])
+    with torch.no_grad():
+        assert x.to_local() is x._local_tensor
+    assert x.to_local() is not x._local_tensor
+    assert x.to_local().ranks[0].data_ptr() == x._local_tensor.ranks[0].data_ptr()
+
+
+# ---- copies
+
+
+@some
+@given(layouts(DP_TP), st.booleans())
+def test_a_copy_is_equal_and_apart(layout, wants):
+    dense = whole_of(layout.shape, torch.float64, 3)
+    with simulate(4):
+        x = tensor(dense, layout, mesh_of(DP_TP)).detach().requires_grad_(wants)
+        y = copy.deepcopy(x)
+        assert (y._spec, y.requires_grad, y.is_leaf, type(y)) == (x._spec, wants, True, DTensor)
+        with torch.no_grad():
+            for block in y._local_tensor.ranks:
+                block.fill_(99)
+        torch.testing.assert_close(value(blocks_of(x.detach(), x.device_mesh), layout), dense)
+
+
+def test_deepcopy_copies_grad_and_attributes_and_knows_what_it_has_seen(square):
+    x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
+    x.full_tensor().sum().backward()
+    x.note = "mine"
+    y, z = copy.deepcopy([x, x])
+    assert y is z
+    assert y.note == "mine"
+    assert y.grad is not x.grad
+    assert y.grad.layout is x.grad.layout
+    y.grad.zero_()
+    assert torch.equal(whole(x.grad), torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"(?s)graph leaves.*\n  why: .*\n  fix: "):
+        copy.deepcopy(x * 2)
+
+
+def saved(x, weights_only):
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)["x"]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [lambda x: pickle.loads(pickle.dumps(x)), lambda x: saved(x, False), lambda x: saved(x, True)],
+    ids=["pickle", "save", "save, weights only"],
+)
+@some
+@given(layouts(DP_TP), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64]))
+def test_what_is_kept_comes_back(kept, layout, dtype):
+    if any(op not in ("sum",) for _, op in layout.partial):
+        dtype = torch.float32
+    with simulate(4):
+        mesh = mesh_of(DP_TP)
+        x = tensor(whole_of(layout.shape, dtype, 3), layout, mesh)
+        y = kept(x)
+        assert type(y) is DTensor
+        assert (y.layout, y.dtype, y.shape, y.stride()) == (layout, dtype, x.shape, x.stride())
+        assert y.device_mesh == mesh
+        for a, b in zip(x._local_tensor.ranks, y._local_tensor.ranks, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_is_kept_can_be_used_beside_what_was_there(square, weights_only):
+    x = distribute_tensor(grid(5, 4).requires_grad_(), square, [Shard(0), Partial()])
+    p = nn.Parameter(x.detach())
+    y, q = saved(x, weights_only), saved(p, weights_only)
+    assert y.requires_grad
+    assert isinstance(q, nn.Parameter)
+    assert torch.equal(whole(y), grid(5, 4))
+    assert torch.equal(whole(x.detach() + y.detach()), 2 * grid(5, 4))
+    y.full_tensor().sum().backward()
+    assert torch.equal(whole(y.grad), torch.ones(5, 4))
+
+
+def test_on_a_sub_mesh_it_comes_back_on_the_sub_mesh(square):
+    x = distribute_tensor(grid(5), square["tp"], [Shard(0)])
+    y = saved(x, True)
+    assert y.device_mesh == square["tp"]
+    assert torch.equal(whole(y), grid(5))
+
+
+# ---- gradients
+
+
+def test_detach_shares_memory_and_wants_no_gradient(square):
+    x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
+    y = x.detach()
+    assert (y.requires_grad, y.is_leaf, y.layout) == (False, True, x.layout)
+    y._local_tensor.ranks[0].fill_(9)
+    y._local_tensor.ranks[1].fill_(9)
+    assert whole(x).tolist() == [9, 9, 2, 3]
+    assert x.data.layout is x.layout
+
+
+def test_requires_grad_can_be_set_and_taken_back(square):
+    x = distribute_tensor(grid(4), square, [Shard(0), R])
+    assert x.requires_grad_() is x
+    assert x.requires_grad
+    x.requires_grad = False
+    assert not x.requires_grad
+    with pytest.raises(RuntimeError, match="floating point"):
+        distribute_tensor(torch.arange(4), square).requires_grad_()
+
+
+@pytest.mark.parametrize("said", list(itertools.product([Shard(0), Shard(1), R], repeat=2)))
+def test_gradients_accumulate_in_the_layout_of_the_leaf(square, said):
+    x = distribute_tensor(grid(5, 3).requires_grad_(), square, said)
+    for times in (1, 2, 3):
+        x.full_tensor().sum().backward()  # the gradient of a sum is one number, expanded
+        assert type(x.grad) is DTensor
+        assert x.grad.placements == said
+        assert torch.equal(whole(x.grad), torch.full((5, 3), float(times)))
+    for times in (4, 5):
+        x.to_local().sum().backward()
+        assert torch.equal(whole(x.grad), torch.full((5, 3), float(times)))
+    x.grad.zero_()
+    assert torch.equal(whole(x.grad), torch.zeros(5, 3))
+    x.grad = None
+    x.full_tensor().square().sum().backward()
+    assert torch.equal(whole(x.grad), 2 * grid(5, 3))
+
+
+def test_grad_can_be_set_to_a_dtensor_of_the_same_shape(square):
+    x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
+    x.grad = x.detach() * 5
+    assert torch.equal(whole(x.grad), 5 * grid(4))
+    with pytest.raises(RuntimeError):
+        x.grad = distribute_tensor(grid(5), square)
+
+
+def test_hooks_get_the_gradient_as_a_dtensor(square):
+    x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
+    seen = []
+    double = x.register_hook(lambda g: seen.append(g.placements) or g * 2)
+    after = x.register_post_accumulate_grad_hook(lambda t: seen.append(t is x and whole(t.grad).tolist()))
+    x.full_tensor().sum().backward()
+    assert seen == [(Shard(0), R), [2, 2, 2, 2]]
+    double.remove()
+    after.remove()
+    x.grad = None
+    x.full_tensor().sum().backward()
+    assert len(seen) == 2
+    assert whole(x.grad).tolist() == [1, 1, 1, 1]
+
+
+def test_a_value_in_the_middle_can_keep_its_gradient(square):
+    x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
+    y = x * 3
+    y.retain_grad()
+    y.redistribute(dp=R).full_tensor().sum().backward()
+    assert (y.is_leaf, y.grad.shape) == (False, (4,))
+    assert whole(y.grad).tolist() == [1] * 4
+    assert whole(x.grad).tolist() == [3] * 4
+
+
+# ---- in modules
+
+
+class Net(nn.Module):
+    def __init__(self, mesh, said, value=1.0):
+        super().__init__()
+        self.w = nn.Parameter(distribute_tensor(grid(6, 3) * value, mesh, said))
+        self.register_buffer("b", distribute_tensor(grid(3) * value, mesh))
+
+
+def test_a_parameter_is_one_and_is_a_dtensor(square):
+    net = Net(square, [Shard(0), R])
+    assert isinstance(net.w, nn.Parameter)
+    assert isinstance(net.w, DTensor)
+    assert (net.w.requires_grad, net.w.is_leaf, net.w.placements) == (True, True, (Shard(0), R))
+    assert [n for n, _ in net.named_parameters()] == ["w"]
+    assert not isinstance(net.b, nn.Parameter)
+    assert not isinstance(net.w.detach(), nn.Parameter)
+    assert not isinstance(net.w.redistribute(dp=R), nn.Parameter)
+    frozen = nn.Parameter(net.w.detach(), requires_grad=False)
+    assert isinstance(frozen, nn.Parameter)
+    assert not frozen.requires_grad
+    with torch.no_grad():
+        net.w.zero_()
+    assert whole(net.w).sum() == 0
+    net.w.full_tensor().sum().backward()
+    net.zero_grad()
+    assert net.w.grad is None
+
+
+@pytest.mark.parametrize("other", [[Shard(0), R], [Shard(1), Shard(0)], [R, R], [Partial(), Shard(1)]])
+def test_a_state_dict_is_loaded_into_the_layout_that_is_there(square, other):
+    net, state = Net(square, [Shard(0), R]), Net(square, other, 2.0).state_dict()
+    assert sorted(state) == ["b", "w"]
+    assert all(type(v) is DTensor and not v.requires_grad for v in state.values())
+    before = net.w
+    net.load_state_dict(state)
+    assert net.w is before
+    assert net.w.placements == (Shard(0), R)
+    assert torch.equal(whole(net.w), 2 * grid(6, 3))
+    assert torch.equal(whole(net.b), 2 * grid(3))
+
+
+def test_a_state_dict_can_be_assigned(square):
+    net, state = Net(square, [Shard(0), R]), Net(square, [Shard(1), R], 2.0).state_dict()
+    net.load_state_dict(state, assign=True)
+    assert isinstance(net.w, nn.Parameter)
+    assert net.w.requires_grad
+    assert net.w.placements == (Shard(1), R)
+    assert torch.equal(whole(net.w), 2 * grid(6, 3))
+
+
+def test_modules_are_copied_and_saved(square):
+    net = Net(square, [Shard(0), R])
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert isinstance(other.w, nn.Parameter)
+        assert other.w.layout is net.w.layout
+        with torch.no_grad():
+            other.w.zero_()
+        assert torch.equal(whole(net.w), grid(6, 3))
+
+
+def test_a_plain_tensor_is_not_loaded_into_a_dtensor(square):
+    net = Net(square, [Shard(0), R])
+    with pytest.raises(RuntimeError, match=r"fix: wrap it"):
+        net.load_state_dict({"w": grid(6, 3), "b": grid(3)})
+
+
+# ---- ops: the value is that of the same op on the whole
+
+
+@pytest.fixture
+def quiet(caplog):
+    """Gathering is announced in the log, which is no matter here."""
+    caplog.set_level("ERROR", logger="shardwise")
+
+
+two_layouts = shapes(max_dims=2, max_size=6).flatmap(
+    lambda shape: st.tuples(layouts(DP_TP, shape), layouts(DP_TP, shape))
+)
+
+
+def check(x, expected):
+    """Some tensor has this value, whatever its layout."""
+    assert (x.shape, x.dtype) == (expected.shape, expected.dtype)
+    torch.testing.assert_close(value(blocks_of(x, x.device_mesh), x.layout).to(expected.dtype), expected)
+
+
+@some
+@given(two_layouts)
+def test_sums_of_tensors_in_any_two_layouts(pair):
+    a, b = pair
+    u, v = whole_of(a.shape, torch.float64, 1), whole_of(a.shape, torch.float64, 2)
+    with simulate(4):
+        mesh = mesh_of(DP_TP)
+        x, y = tensor(u, a, mesh), tensor(v, b, mesh)
+        check(x + y, u + v)
+        check(x - y, u - v)
+        check(x + x, u + u)
+        check(x.clone().add_(y), u + v)
+        check(torch.add(x, y, alpha=-3), u - 3 * v)
+
+
+@some
+@given(layouts(DP_TP), st.sampled_from([2, -3, 0.5, 0, -1.5]))
+def test_products_and_sums_with_numbers(layout, number):
+    u = whole_of(layout.shape, torch.float64, 1)
+    with simulate(4):
+        x = tensor(u, layout, mesh_of(DP_TP))
+        check(x * number, u * number)
+        check(number * x, u * number)
+        check(x + number, u + number)
+        check(number - x, number - u)
+        check(x + torch.tensor(number), u + number)
+        check(-x, -u)
+        check(x / (number or 4), u / (number or 4))
+        check(x.mul_(number), u * number)
+
+
+@some
+@given(layouts(DP_TP))
+def test_ops_that_give_the_same_or_fill(layout):
+    u = whole_of(layout.shape, torch.float32, 1)
+    with simulate(4):
+        x = tensor(u, layout, mesh_of(DP_TP))
+        for same in (x.clone(), x.contiguous(), x.detach(), x.to("cpu"), x.to(torch.float32)):
+            assert same.layout is layout
+            check(same, u)
+        check(x.double(), u.double())
+        check(x.bfloat16(), u.bfloat16())
+        check(torch.zeros_like(x), torch.zeros_like(u))
+        check(torch.full_like(x, 2.5), torch.full_like(u, 2.5))
+        check(torch.ones_like(x, dtype=torch.int64), torch.ones_like(u, dtype=torch.int64))
+        assert torch.empty_like(x).shape == x.shape
+        y = x.clone()
+        assert y.zero_() is y
+        assert y.layout is layout
+        check(y, torch.zeros_like(u))
+        check(y.fill_(3), torch.full_like(u, 3))
+        check(x, u)
+
+
+@some
+@given(two_layouts)
+def test_copy_moves_the_value_and_not_the_target(pair):
+    a, b = pair
+    u, v = whole_of(a.shape, torch.float64, 1), whole_of(a.shape, torch.float64, 2)
+    with simulate(4):
+        mesh = mesh_of(DP_TP)
+        x, y = tensor(u, a, mesh), tensor(v, b, mesh)
+        local = x._local_tensor.ranks[0].data_ptr()
+        assert x.copy_(y) is x
+        assert (x.layout, x._local_tensor.ranks[0].data_ptr()) == (a, local)
+        check(x, v)
+        check(y, v)
+
+
+def test_copy_between_dtypes_and_of_a_row_into_rows(square):
+    x = distribute_tensor(torch.zeros(4, 3), square, [Shard(0), Partial()])
+    check(x.copy_(distribute_tensor(torch.arange(12).view(4, 3), square, [Shard(1), R])), grid(4, 3))
+    row = distribute_tensor(grid(3), square, [Shard(0), R])
+    check(x.copy_(row), grid(3).expand(4, 3).clone())
+
+
+@pytest.mark.usefixtures("quiet")
+@some
+@given(two_layouts, st.booleans(), st.data())
+def test_answers_are_those_of_the_whole_tensor(pair, same, data):
+    a, b = pair
+    u = whole_of(a.shape, torch.float64, 1)
+    v = u.clone()
+    if not same and v.numel():
+        v.view(-1)[data.draw(st.integers(0, v.numel() - 1))] += 1
+    with simulate(4):
+        mesh = mesh_of(DP_TP)
+        x, y = tensor(u, a, mesh), tensor(v, b, mesh)
+        assert torch.equal(x, y) is torch.equal(u, v)
+        assert torch.allclose(x, y) is torch.allclose(u, v)
+        assert x.sum().item() == u.sum().item()
+        assert float((x - y).abs().sum()) == float((u - v).abs().sum())
+        assert bool((x == y).all()) is bool((u == v).all())
+        if u.numel():
+            assert int(x.max()) == int(u.max())
+            assert x.min().item() == u.min().item()
+            assert (x.argmax() if x.dim() else x).item() == (u.argmax() if u.dim() else u).item()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_numbers_pending_are_reduced_before_they_are_told(square):
+    x = DTensor.from_local(
+        sw.per_rank(lambda rank: torch.tensor(float(rank))), square, [Partial(), Partial()]
+    )
+    assert (x.item(), float(x), int(x), bool(x)) == (6.0, 6.0, 6, True)
+    assert bool(x == 6)
+    assert f"{x.item():.1f}" == "6.0"
+    y = DTensor.from_local(
+        sw.per_rank(lambda rank: torch.tensor(float(rank))), square, [Partial("max"), Partial("max")]
+    )
+    assert y.item() == 3.0
+    assert (x + 10).item() == 16.0  # and not 10 on each rank
+
+
+@pytest.mark.usefixtures("quiet")
+def test_ops_without_a_row_run_on_the_whole_and_say_so_once(square, caplog):
+    x = distribute_tensor(grid(5, 4), square, [Shard(0), Shard(1)])
+    caplog.set_level("WARNING", logger="shardwise")
+    for _ in range(2):
+        assert torch.equal(whole(torch.cumsum(x, 0)), torch.cumsum(grid(5, 4), 0))
+    lines = [r.getMessage() for r in caplog.records if "cumsum" in r.getMessage()]
+    assert len(lines) == 1
+    assert "f32[5:dp, 4:tp]" in lines[0]
+    assert torch.equal(whole(x @ x.t()), grid(5, 4) @ grid(5, 4).t())
+    assert torch.equal(whole(x[1:3, 2]), grid(5, 4)[1:3, 2])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_in_place_on_the_whole_is_written_back(square):
+    for said in itertools.product([Shard(0), Shard(1), R, Partial()], repeat=2):
+        x = distribute_tensor(grid(5, 3), square, said)
+        assert x.clamp_(max=4.0) is x
+        assert x.placements == said
+        assert torch.equal(whole(x), grid(5, 3).clamp(max=4.0))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_ops_differentiate(square):
+    u, v = grid(5, 3).requires_grad_(), (grid(5, 3) - 4).requires_grad_()
+    ((u * v).sum() + (u + 3 * v).tanh().sum()).backward()
+    for a, b in itertools.product([[Shard(0), R], [R, Shard(1)], [Shard(1), Shard(0)]], repeat=2):
+        x = distribute_tensor(grid(5, 3).requires_grad_(), square, a)
+        y = distribute_tensor((grid(5, 3) - 4).requires_grad_(), square, b)
+        ((x * y).sum() + (x + 3 * y).tanh().sum()).backward()
+        assert (x.grad.shape, y.grad.shape) == (u.shape, v.shape)
+        torch.testing.assert_close(whole(x.grad), u.grad)
+        torch.testing.assert_close(whole(y.grad), v.grad)
