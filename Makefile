@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep lint format bench docs clean
+.PHONY: help demo test test-deep lint format bench sweep rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,8 +34,16 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## bytes, collectives and planning time next to torch's
+bench: $(READY)  ## bytes, collectives, planning time and overhead next to torch's
 	$(BIN)/python -m benchmarks.redistribute
+	$(BIN)/python -m benchmarks.overhead
+
+sweep: $(READY)  ## every op of torch's op_db on drawn layouts, against the dense result
+	$(BIN)/python -m benchmarks.sweep --samples 6 --dtype float64
+	$(BIN)/python -m benchmarks.sweep --samples 6 --dtype float64 --grad
+
+rules: $(READY)  ## write the printed rule table anew
+	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt
 
 docs: $(READY)  ## run the code in README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

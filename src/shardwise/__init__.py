@@ -10,6 +10,7 @@ from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.plan import CostModel, Plan, plan_redistribute
 from shardwise.tensor import (
+    CommunicationError,
     DTensor,
     MeshError,
     arange,
@@ -20,12 +21,14 @@ from shardwise.tensor import (
     full,
     linspace,
     ones,
+    policy,
     zeros,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CommunicationError",
     "CostModel",
     "DTensor",
     "DeviceMesh",
@@ -51,6 +54,7 @@ __all__ = [
     "ones",
     "per_rank",
     "plan_redistribute",
+    "policy",
     "simulate",
     "zeros",
 ]

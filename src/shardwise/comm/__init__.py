@@ -4,6 +4,7 @@ from shardwise.comm.launch import LaunchError, launch
 from shardwise.comm.ledger import Ledger, Sent, counting
 from shardwise.comm.mesh import (
     Coord,
+    PerMesh,
     axes_of,
     coord_of,
     current_mesh,
@@ -24,6 +25,7 @@ __all__ = [
     "LaunchError",
     "Ledger",
     "Pending",
+    "PerMesh",
     "PerRank",
     "Sent",
     "axes_of",

@@ -1,3 +1,5 @@
 """The path of torch's experimental names; they come here as they are delivered."""
 
-__all__: list[str] = []
+from shardwise.tensor import implicit_replication
+
+__all__ = ["implicit_replication"]

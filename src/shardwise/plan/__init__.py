@@ -1,6 +1,7 @@
 """Plans: what to send, chosen before anything is sent."""
 
 from shardwise.plan.cost import CostModel
+from shardwise.plan.op import Choice, choose, choose_view
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.step import (
     AllGather,
@@ -18,6 +19,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Choice",
     "CostModel",
     "Identity",
     "Permute",
@@ -25,5 +27,7 @@ __all__ = [
     "ReduceScatter",
     "Slice",
     "Step",
+    "choose",
+    "choose_view",
     "plan_redistribute",
 ]

@@ -8,9 +8,11 @@ from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
+from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
 from shardwise.tensor.saved import allow_loading
 
 __all__ = [
+    "CommunicationError",
     "DTensor",
     "MeshError",
     "arange",
@@ -19,8 +21,10 @@ __all__ = [
     "empty",
     "eye",
     "full",
+    "implicit_replication",
     "linspace",
     "ones",
+    "policy",
     "zeros",
 ]
 

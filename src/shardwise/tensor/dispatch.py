@@ -1,247 +1,267 @@
-"""From an op on DTensors to ops on blocks."""
+"""The hot path: from an op on DTensors to ops on blocks, by one look-up."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
-from shardwise.comm import PerRank, map_ranks
-from shardwise.layout import Layout, LayoutError, Spec, global_stride
-from shardwise.plan import plan_redistribute
-from shardwise.tensor.autograd import contiguous_stride, redistributed
+from shardwise.comm import Pending, PerRank, coord_of, map_ranks, members_of, run, spread
+from shardwise.layout import Spec
+from shardwise.rules.table import TABLE
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.errors import MeshError
+from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
+from shardwise.tensor.policy import mind, replicates
+from shardwise.tensor.prepare import Prepared, prepare, row_name, tensors_in
+from shardwise.tensor.statistics import by_statistics
+from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
+from shardwise.tensor.write_through import is_view, remembered
 
 __all__ = ["dispatch"]
 
-aten = torch.ops.aten
-_log = logging.getLogger("shardwise")
+_Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_MOST = 4096  # recipes kept per op
+_ops: dict[int, tuple[bool, dict[Any, _Run]]] = {}  # by the op's id, for ops hash slowly and live for ever
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op: on the blocks as they lie where its row says so, else on the whole."""
-    row = _ROWS.get(func)
-    if row is not None:
-        result = row(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    return on_whole(func, args, kwargs)
+    """Run an op on the blocks as they lie where a row says so, else on the whole."""
+    op = _ops.get(id(func))
+    if op is None:
+        op = _ops[id(func)] = (_reads_types_only(func), {})
+    by_type, known = op
+    parts: list[Any] = []
+    for a in args:
+        kind = type(a)
+        if kind is DTensor:
+            parts.append(a._spec)
+        elif by_type and (kind is float or kind is int):
+            parts.append(kind)
+        else:
+            parts.append(_part(a, by_type))
+    if kwargs:
+        for k, v in kwargs.items():
+            parts.append(k)
+            parts.append(_part(v, by_type))
+    key = tuple(parts)
+    try:
+        go = known.get(key)
+    except TypeError:  # an argument that has no hash: such a call is prepared each time
+        return _prepared(func, args, kwargs)(args, kwargs)
+    if go is None:
+        a = None  # `is_held` counts references, and the loop's would be one too many
+        go = _prepared(func, args, kwargs)
+        if len(known) >= _MOST:
+            del known[next(iter(known))]
+        known[key] = go
+    return go(args, kwargs)
 
 
-def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return map_ranks(func, *args, **kwargs)
+_NUMBERS = (int, float, bool, complex)
 
 
-def _like(local: Tensor, spec: Spec, layout: Layout | None = None) -> Spec:
-    """The spec of a result whose blocks have this block's dtype and strides."""
-    first = local.ranks[0] if isinstance(local, PerRank) else local
-    layout = layout or spec.layout
-    stride = (
-        global_stride(spec.shape, first.stride())
-        if first.dim() == spec.ndim
-        else contiguous_stride(spec.shape)
+def _part(value: Any, by_type: bool) -> Any:
+    """An argument as part of a key: equal numbers of different types differ."""
+    if value is None:
+        return None
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, Tensor):
+        return is_held(value), replicates(), value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple([_part(v, by_type) for v in value])
+    return type(value) if by_type and type(value) in _NUMBERS else (type(value), value)
+
+
+def _reads_types_only(func: Any) -> bool:
+    row = TABLE.get(row_name(func)[0])
+    name = func._schema.name
+    return name.startswith("aten::_foreach_") or name in FUSED or (row is not None and not row.reads)
+
+
+def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+    if func._schema.name.startswith("aten::_foreach_"):
+        return prepare_foreach(func, args, kwargs) or (lambda a, k: each(func, a, k))
+    if func._schema.name in FUSED:
+        return lambda a, k: fused(func, a, k)
+    first = check_operands(func, args, kwargs)
+    if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
+        return lambda a, k: off_mesh(func, a, k)
+    if torch.Tag.inplace_view in func.tags:
+        return lambda a, k: _become(func, a, k)
+    recipe = prepare(func, args, kwargs)
+    if (program := by_statistics(func, recipe, args)) is not None:
+        return lambda a, k: program(*a, **k)
+    if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
+        return lambda a, k: remembered(func, a, k, _moved(func, recipe, a, k))
+    if recipe is None:
+        return lambda a, k: on_whole(func, a, k)
+    at = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
+    direct = (
+        not any(recipe.moves)
+        and recipe.programs is None
+        and not recipe.simulated
+        and not _writes(func)
+        and len(at) == len(recipe.moves)
+        and all(isinstance(args[i], DTensor) for i in at)
     )
-    return Spec(spec.mesh, layout, first.dtype, spec.shape, stride)
+    if not direct:
+        return lambda a, k: _general(func, recipe, a, k)
+    if (
+        len(recipe.outputs) > 1
+        or len(func._schema.returns) > 1
+        or str(func._schema.returns[0].type) != "Tensor"
+    ):
+        return _several(func._op, at, recipe.outputs)
+    if at == (0,):
+        return _unary(func._op, recipe.outputs[0])
+    return _binary(func._op, recipe.outputs[0]) if at == (0, 1) else _any(func._op, at, recipe.outputs[0])
 
 
-def _keeps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops that give the same tensor: they keep its layout, what is pending included."""
-    x, *rest = args
-    local = _run(func, x._local_tensor, *rest, **kwargs)
-    return DTensor(local, x._spec if func in _ALIASES else _like(local, x._spec))
+def _is_cut(x: Any) -> bool:
+    return isinstance(x, DTensor) and bool(x._spec.layout.sharded or x._spec.layout.partial)
 
 
-def _casts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    dtype = kwargs.get("dtype") or x.dtype
-    # the sum of rounded parts is not the rounded sum: only widening a float may pass what is pending
-    widens = x.dtype.is_floating_point and dtype.is_floating_point and dtype.itemsize >= x.dtype.itemsize
-    if x.layout.partial and dtype != x.dtype and not (widens and dtype.itemsize > 2):
-        x = redistributed(x, x.layout.with_partial({}))
-    return _keeps(func, (x, *args[1:]), kwargs)
+def _moved(func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return on_whole(func, args, kwargs) if recipe is None else _general(func, recipe, args, kwargs)
 
 
-def _fills(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops that give other values of the same shape: nothing of them is pending."""
-    x, *rest = args
-    local = _run(func, x._local_tensor, *rest, **kwargs)
-    return DTensor(local, _like(local, x._spec, x.layout.with_partial({})))
-
-
-def _adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums of two tensors that lie alike; of pending ones, only where sums pass through."""
-    x, y = args[0], args[1]
-    if not (isinstance(x, DTensor) and isinstance(y, DTensor)) or len(args) > 2:
-        return NotImplemented
-    alike = x.layout is y.layout and x.device_mesh == y.device_mesh
-    if not alike or any(op not in ("sum", "avg") for _, op in x.layout.partial):
-        return NotImplemented
-    local = _run(func, x._local_tensor, y._local_tensor, **kwargs)
-    return x if func in _IN_PLACE else DTensor(local, _like(local, x._spec))
-
-
-def _scales(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor times a number: linear, so sums and means stay pending."""
-    x, factor = args[0], args[1] if len(args) > 1 else 1
-    if not isinstance(x, DTensor) or isinstance(factor, Tensor) or len(args) > 2 or kwargs:
-        return NotImplemented
-    if any(op not in ("sum", "avg") for _, op in x.layout.partial):
-        return NotImplemented
-    local = _run(func, x._local_tensor, *args[1:])
-    return DTensor(local, _like(local, x._spec))
-
-
-def _copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`copy_`: the source moves to where the target lies."""
-    x, y, *rest = args
-    if not (isinstance(x, DTensor) and isinstance(y, DTensor)) or x.shape != y.shape:
-        return NotImplemented
-    if x.device_mesh != y.device_mesh:
-        return NotImplemented
-    moved = redistributed(y, x.layout)
-    _run(func, x._local_tensor, moved._local_tensor, *rest, **kwargs)
+def _become(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """An op that changes its tensor's own shape: the tensor becomes what the op's other form returns."""
+    x: DTensor = args[0]
+    forms = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")[:-1])
+    named = [a.name for a in func._schema.arguments]
+    other = next(
+        f
+        for f in (getattr(forms, o) for o in forms.overloads())
+        if [a.name for a in f._schema.arguments] == named and "out" not in f._overloadname
+    )
+    seen = dispatch(other, args, kwargs)
+    x._local, x._spec = seen._local, seen._spec
+    with no_dispatch():
+        func(*args, **kwargs)  # the wrapper's own sizes
     return x
 
 
-_ALIASES = {aten.detach.default, aten.alias.default}
-_IN_PLACE = {aten.add_.Tensor, aten.sub_.Tensor}
-_ROWS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    **dict.fromkeys([*_ALIASES, aten.clone.default], _keeps),
-    aten._to_copy.default: _casts,
-    **dict.fromkeys(
-        [aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default],
-        _fills,
-    ),
-    **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor, *_IN_PLACE], _adds),
-    **dict.fromkeys(
-        [aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default], _scales
-    ),
-    aten.copy_.default: _copies,
-}
+_make = torch.Tensor._make_wrapper_subclass
 
 
-def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The last rung: gather the inputs, run the op on the whole, and say so once."""
-    found = _tensors_in([*args, *kwargs.values()])
-    first = next(t for t in found if isinstance(t, DTensor))
-    _check_operands(func, found, first)
-    _say_once(func, tuple(t for t in found if isinstance(t, DTensor)))
-    written = _written(func, args, kwargs)
-    whole: dict[int, Tensor] = {}
-    for t in found:
-        if isinstance(t, DTensor) and id(t) not in whole:
-            whole[id(t)] = redistributed(t, Layout.replicated(t.shape, t.layout.axes))._local_tensor
-    if (
-        isinstance(first._local_tensor, Tensor)
-        and first._local_tensor.dim() != first.dim()
-        and 0 not in first.shape
-    ):
-        raise LayoutError(
-            f"{func} ran on a rank that is not on the mesh {first.device_mesh}.",
-            why="this rank holds nothing of the tensor",
-            fix="call it only where mesh.get_coordinate() is not None",
-        )
-    result = _run(func, *_swap(args, whole), **_swap(kwargs, whole))
-    for t in written:
-        _write_back(t, whole[id(t)])
-    return _wrap(result, first._spec, {id(whole[id(t)]): t for t in written}, written)
-
-
-def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    out: list[Tensor] = []
-    for v in values:
-        if isinstance(v, Tensor):
-            out.append(v)
-        elif isinstance(v, list | tuple):
-            out.extend(_tensors_in(v))
+def _wrap(block: Tensor, spec: Spec) -> DTensor:
+    """A DTensor without the detour through its constructor."""
+    out = _make(DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=block.device)
+    out._local = block
+    out._spec = spec
     return out
 
 
-def _swap(value: Any, whole: dict[int, Tensor]) -> Any:
-    if isinstance(value, DTensor):
-        return whole[id(value)]
+def _unary(op: Callable[..., Tensor], spec: Spec) -> _Run:
+    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        block = args[0]._local
+        if type(block) is Pending:
+            block = args[0]._local_tensor
+        return _wrap(op(block, *args[1:], **kwargs), spec)
+
+    return go
+
+
+def _binary(op: Callable[..., Tensor], spec: Spec) -> _Run:
+    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        x, y = args[0]._local, args[1]._local
+        if type(x) is Pending:
+            x = args[0]._local_tensor
+        if type(y) is Pending:
+            y = args[1]._local_tensor
+        return _wrap(op(x, y, *args[2:], **kwargs), spec)
+
+    return go
+
+
+def _local_args(args: tuple[Any, ...], at: tuple[int, ...]) -> list[Any]:
+    out = list(args)
+    for i in at:
+        block = out[i]._local
+        out[i] = block if type(block) is not Pending else out[i]._local_tensor
+    return out
+
+
+def _any(op: Callable[..., Tensor], at: tuple[int, ...], spec: Spec) -> _Run:
+    return lambda args, kwargs: _wrap(op(*_local_args(args, at), **kwargs), spec)
+
+
+def _several(op: Callable[..., Any], at: tuple[int, ...], specs: tuple[Spec, ...]) -> _Run:
+    return lambda args, kwargs: _wrapped(op(*_local_args(args, at), **kwargs), iter(specs))
+
+
+def _general(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = tensors_in([*args, *kwargs.values()])
+    mind(func, recipe.moves)
+    blocks: list[Tensor] = []
+    for t, move in zip(found, recipe.moves, strict=True):
+        block = t._local_tensor if isinstance(t, DTensor) else t
+        if move is not None:
+            if recipe.simulated and not isinstance(block, PerRank):
+                block = spread(block, list(members_of(recipe.mesh)))
+            block = run(move, block, recipe.mesh)
+        blocks.append(block)
+    programs = recipe.programs
+    if programs is None:
+        rest = iter(blocks)
+        result = map_ranks(func, *_filled(args, rest), **_filled(kwargs, rest))
+    elif recipe.simulated:
+        out = {}
+        for rank, program in programs.items():
+            mine = [b.of_rank(rank or 0) if isinstance(b, PerRank) else b for b in blocks]
+            rest = iter(mine)
+            out[rank] = (
+                program(mine) if program is not None else func(*_filled(args, rest), **_filled(kwargs, rest))
+            )
+        result = _joined(out)
+    else:
+        rest = iter(blocks)
+        program = programs[None]
+        result = (
+            program(blocks) if program is not None else func(*_filled(args, rest), **_filled(kwargs, rest))
+        )
+    if _writes(func):
+        return args[0]
+    return _wrapped(result, iter(recipe.outputs))
+
+
+def _joined(results: dict[Any, Any]) -> Any:
+    first = next(iter(results.values()))
+    if isinstance(first, Tensor):
+        return PerRank(results)
+    return type(first)(PerRank({r: v[i] for r, v in results.items()}) for i in range(len(first)))
+
+
+def _filled(value: Any, blocks: Any) -> Any:
+    """Arguments with each tensor replaced by its block."""
+    if isinstance(value, Tensor):
+        return next(blocks)
     if isinstance(value, list | tuple):
-        return type(value)(_swap(v, whole) for v in value)
+        return type(value)(_filled(v, blocks) for v in value)
     if isinstance(value, dict):
-        return {k: _swap(v, whole) for k, v in value.items()}
+        return {k: _filled(v, blocks) for k, v in value.items()}
     return value
 
 
-def _check_operands(func: Any, found: list[Tensor], first: DTensor) -> None:
-    for t in found:
-        if isinstance(t, DTensor):
-            if t.device_mesh != first.device_mesh:
-                raise MeshError(
-                    f"{func} got tensors on {first.device_mesh} and on {t.device_mesh}.",
-                    why="an op runs on one mesh",
-                    fix="distribute both over one mesh",
-                )
-        elif t.dim() > 0 and torch._C._current_graph_task_id() == -1:
-            # numbers are the same everywhere, and so is what autograd makes inside a backward pass
-            raise LayoutError(
-                f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
-                f"a plain tensor of shape {tuple(t.shape)} beside {first._spec}.",
-                why="nothing says whether the plain one is replicated, a block, or a part of a sum",
-                fix="wrap it: distribute_tensor(t, mesh, [Replicate()]), or DTensor.from_local(t, mesh, …)",
-            )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
-    """The arguments that the op writes to, by its schema."""
-    out: list[DTensor] = []
-    for i, arg in enumerate(func._schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(arg.name)
-            out.extend(t for t in _tensors_in([value]) if isinstance(t, DTensor))
-    return out
-
-
-def _write_back(t: DTensor, whole: Tensor) -> None:
-    """Bring what the op wrote to the whole back into the blocks."""
-    if t._local_tensor is whole:
-        return
-    if tuple(whole.shape) != tuple(t.shape):
-        raise LayoutError(
-            f"an in-place op changed {t._spec} to shape {tuple(whole.shape)}.",
-            why="blocks cannot follow a change of shape in place",
-            fix="use the op that returns a new tensor",
-        )
-    spec = t._spec.with_layout(Layout.replicated(t.shape, t.layout.axes))
-    _run(aten.copy_.default, t._local_tensor, redistributed(DTensor(whole, spec), t.layout)._local_tensor)
-
-
-def _wrap(result: Any, spec: Spec, written_whole: dict[int, DTensor], written: list[DTensor]) -> Any:
+def _wrapped(result: Any, specs: Any) -> Any:
+    if result is None:
+        return None
     if isinstance(result, Tensor):
-        if id(result) in written_whole:
-            return written_whole[id(result)]
-        if len(written) == 1 and tuple(result.shape) == tuple(written[0].shape):
-            return written[0]
-        axes = spec.layout.axes
-        stride = tuple(result.ranks[0].stride() if isinstance(result, PerRank) else result.stride())
-        out = Spec(spec.mesh, Layout.replicated(result.shape, axes), result.dtype, result.shape, stride)
-        return DTensor(result, out)
-    if isinstance(result, list | tuple):
-        return type(result)(_wrap(r, spec, written_whole, []) for r in result)
-    return result
+        return _wrap(result, next(specs))
+    return type(result)([_wrapped(r, specs) for r in result])
 
 
-_said: set[Any] = set()
+_writing: dict[Any, bool] = {}
 
 
-def _say_once(func: Any, found: tuple[DTensor, ...]) -> None:
-    layouts = tuple(t.layout for t in found)
-    if (func, layouts) in _said:
-        return
-    if len(_said) < 10_000:
-        _said.add((func, layouts))
-    sent = 0
-    for t in found:
-        goal = Layout.replicated(t.shape, t.layout.axes)
-        sent += plan_redistribute(t.layout, goal, t.dtype.itemsize).bytes
-    if sent:
-        shown = ", ".join(str(t._spec) for t in found)
-        _log.warning("%s ran on the whole of %s: gathering it sent %s bytes", func, shown, f"{sent:,}")
+def _writes(func: Any) -> bool:
+    known = _writing.get(func)
+    if known is None:
+        args = func._schema.arguments
+        known = _writing[func] = any(a.alias_info is not None and a.alias_info.is_write for a in args)
+    return known

@@ -17,6 +17,9 @@ from shardwise.tensor.errors import MeshError
 __all__ = ["DTensor"]
 
 
+_NO_KWARGS: dict[str, Any] = {}
+
+
 class DTensor(torch.Tensor):
     """A tensor whose blocks lie on a mesh of devices, as its layout says.
 
@@ -58,7 +61,7 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _dispatch.dispatch(func, args, kwargs or {})
+        return _dispatch.dispatch(func, args, kwargs or _NO_KWARGS)
 
     @property
     def _local_tensor(self) -> Tensor:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, check_reducible, coord_of, current_mesh, is_simulated, members_of
+from shardwise.comm import (
+    PerMesh,
+    PerRank,
+    axes_of,
+    check_reducible,
+    coord_of,
+    current_mesh,
+    is_simulated,
+    members_of,
+)
 from shardwise.layout import (
     Layout,
     LayoutError,
@@ -64,6 +73,42 @@ def from_local(
         )
     if isinstance(local, PerRank):
         local = _on_mesh(local, mesh)
+    asked = (placements, shape, stride)
+    plain = all(x is None or isinstance(x, Sequence) for x in asked)  # what is not has its error to come
+    if run_check or is_simulated() or isinstance(local, PerRank) or not plain:
+        spec = _spec(local, mesh, placements, run_check, shape, stride)
+    else:
+        given = tuple([None if x is None else tuple(x) for x in asked])
+        key = (given, local.shape, local.stride(), local.dtype, local.device)
+        spec = _known.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
+    lie = None if grad_placements is None else _grads_lie(spec.layout, grad_placements, "from_local")
+    if isinstance(local, PerRank) or is_simulated():
+        ranks = tuple(members_of(mesh))
+        if isinstance(local, PerRank):
+            blocks = tuple(local.of_rank(r) for r in ranks)
+        else:
+            blocks = _Spread.apply(local, len(ranks))  # type: ignore[no-untyped-call]
+        return FromLocal.apply(spec, lie, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
+    if coord_of(mesh) is None:
+        # a rank that is not on the mesh holds nothing, whatever was passed
+        local = local.new_empty(0, requires_grad=local.requires_grad)
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return DTensor(local.detach(), spec)
+    return FromLocal.apply(spec, lie, None, local)  # type: ignore[no-any-return, no-untyped-call]
+
+
+_known = PerMesh(most=1024)
+
+
+def _spec(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Spec:
+    """The spec of blocks like this one, after everything about them is checked."""
     check_device(local, mesh, "DTensor.from_local")
     if stride is not None and shape is None:
         raise LayoutError(
@@ -77,20 +122,7 @@ def from_local(
         if isinstance(p, Partial):
             check_reducible(local.dtype, p.reduce_op)
     layout = _layout(local, mesh, placements, run_check, shape)
-    lie = None if grad_placements is None else _grads_lie(layout, grad_placements, "from_local")
-    blocks: tuple[Tensor, ...]
-    ranks: tuple[int, ...] | None = None
-    if isinstance(local, PerRank) or is_simulated():
-        ranks = tuple(members_of(mesh))
-        if isinstance(local, PerRank):
-            blocks = tuple(local.of_rank(r) for r in ranks)
-        else:
-            blocks = _Spread.apply(local, len(ranks))  # type: ignore[no-untyped-call]
-    else:
-        # a rank that is not on the mesh holds nothing, whatever was passed
-        on_it = coord_of(mesh) is not None
-        blocks = (local if on_it else local.new_empty(0, requires_grad=local.requires_grad),)
-    first = blocks[0]
+    first = local.ranks[0] if isinstance(local, PerRank) else local
     if stride is not None:
         whole_stride = tuple(stride)
         if len(whole_stride) != layout.ndim:
@@ -103,8 +135,7 @@ def from_local(
         whole_stride = global_stride(layout.shape, first.stride())
     else:
         whole_stride = contiguous_stride(layout.shape)
-    spec = Spec(mesh, layout, local.dtype, torch.Size(layout.shape), whole_stride)
-    return FromLocal.apply(spec, lie, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
+    return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), whole_stride)
 
 
 def _on_mesh(local: PerRank, mesh: DeviceMesh) -> PerRank:

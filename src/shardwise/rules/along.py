@@ -1,0 +1,114 @@
+"""Ops that work along some dims and treat all others alike: those dims must be whole, the others pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardwise.rules.call import Call
+from shardwise.rules.notation import groups_of, linear_text
+from shardwise.rules.reduction import reduction_letters
+from shardwise.rules.rule import Letters, Row, Rule
+
+__all__ = ["ROWS", "along"]
+
+_Dims = Callable[[Call], Sequence[int]]
+
+
+def along(dims: _Dims | None = None, *, linear: Sequence[Sequence[int]] = ()) -> Row:
+    """A row for an op whose tensors all have the dims of the first one, whole along some of them."""
+    pick: _Dims = dims or (lambda call: call.dims())
+
+    def build(call: Call) -> Rule | None:
+        first = call.shapes[0]
+        ndim = len(first)
+        over = {d % ndim for d in pick(call)} if ndim else set()
+
+        def said(shape: Sequence[int], made: bool = False) -> Letters:
+            rest = [i for i in range(ndim) if i not in over]
+            if len(shape) == ndim:
+                return tuple(
+                    f"d{i}" if i not in over and n == first[i] else None for i, n in enumerate(shape)
+                )
+            if made and len(shape) == len(rest):
+                return tuple(f"d{i}" if n == first[i] else None for i, n in zip(rest, shape, strict=True))
+            return (None,) * len(shape)
+
+        ins, outs = [said(s) for s in call.shapes], [said(s, made=True) for s in call.outputs]
+        # a dim passes through only if every tensor of as many dims has it; smaller ones, like weights, are whole
+        kept = set(ins[0]).intersection(*(i for i in ins if len(i) == ndim), *outs)
+        return Rule(
+            inputs=tuple(tuple(x if x in kept else None for x in i) for i in ins),
+            outputs=tuple(tuple(x if x in kept else None for x in o) for o in outs),
+            linear=groups_of(call, linear),
+            empty=False,
+        )
+
+    return Row("… !d -> … !d" + linear_text(linear), build)
+
+
+def _last(n: int) -> _Dims:
+    return lambda call: range(max(len(call.shapes[0]) - n, 0), len(call.shapes[0]))
+
+
+def _reducing() -> Row:
+    """A row for a reduction that needs its dims whole: a median, a mode, an argmax."""
+
+    def build(call: Call) -> Rule | None:
+        over = call.dims()
+        before, after = reduction_letters(call, over)
+        whole: Letters = tuple(None if i in over else x for i, x in enumerate(before))
+        return Rule(inputs=(whole,), outputs=(after,) * len(call.outputs), empty=False)
+
+    return Row("… !d -> …", build)
+
+
+def _normalized(call: Call) -> Sequence[int]:
+    """The dims of a layer norm: as many last ones as its shape has."""
+    return range(len(call.shapes[0]) - len(call.args["normalized_shape"]), len(call.shapes[0]))
+
+
+def _names(text: str) -> list[str]:
+    return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in text.split()]
+
+
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(
+        _names(
+            "_softmax _safe_softmax _log_softmax cummax cummin cumprod logcumsumexp sort sort.stable topk glu "
+            "_fft_r2c _fft_c2r _fft_c2c"
+        ),
+        along(),
+    ),
+    **dict.fromkeys(_names("cumsum _softmax_backward_data _log_softmax_backward_data"), along(linear=[[0]])),
+    **dict.fromkeys(_names("flip roll"), along(lambda call: call.dims("dims"), linear=[[0]])),
+    **dict.fromkeys(
+        _names(
+            "argmax argmin max.dim min.dim median.dim nanmedian.dim mode kthvalue logsumexp linalg_vector_norm "
+            "var.correction std.correction var_mean.correction std_mean.correction"
+        ),
+        _reducing(),
+    ),
+    "aten.native_layer_norm.default": along(_normalized),
+    "aten.gather.default": along(lambda call: [call.args["dim"]]),
+    **dict.fromkeys(
+        _names("tril triu linalg_matrix_exp linalg_inv_ex linalg_cholesky_ex cholesky linalg_qr"),
+        along(_last(2)),
+    ),
+    **dict.fromkeys(
+        _names("reflection_pad1d replication_pad1d upsample_nearest1d upsample_linear1d"), along(_last(1))
+    ),
+    **dict.fromkeys(
+        _names(
+            "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d "
+            "upsample_bicubic2d reflection_pad2d replication_pad2d adaptive_max_pool2d"
+        ),
+        along(_last(2)),
+    ),
+    **dict.fromkeys(
+        _names(
+            "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d "
+            "replication_pad3d reflection_pad3d"
+        ),
+        along(_last(3)),
+    ),
+}

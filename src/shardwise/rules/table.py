@@ -1,0 +1,29 @@
+"""The table: one row per op, from all families."""
+
+from __future__ import annotations
+
+from shardwise.rules import along, contraction, pointwise, reduction, shape
+from shardwise.rules.rule import Row
+
+__all__ = ["TABLE", "printed"]
+
+
+def _joined() -> dict[str, Row]:
+    table: dict[str, Row] = {}
+    for family in (pointwise.ROWS, contraction.ROWS, reduction.ROWS, along.ROWS, shape.ROWS):
+        if twice := table.keys() & family.keys():
+            raise RuntimeError(f"{sorted(twice)} have two rows each, which is a mistake in shardwise")
+        table |= family
+    return table
+
+
+TABLE: dict[str, Row] = _joined()
+
+
+def printed() -> str:
+    """The table as text, one line per op; a copy is kept in the repo and reviewed as a diff."""
+    rows = {name: row.text for name, row in TABLE.items()} | dict.fromkeys(
+        shape.REGROUPED, "regroups factors"
+    )
+    width = max(len(name) for name in rows)
+    return "".join(f"{name:{width}}  {text}\n" for name, text in sorted(rows.items()))

@@ -1,0 +1,224 @@
+"""The cold path of an op: from a call to a recipe that later calls like it run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import Coord, PerRank, axes_of, coord_of, members_of
+from shardwise.layout import Layout, Spec, block_offset, block_shape
+from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
+from shardwise.rules import Call, Local, Out, Place, Rule, Slot
+from shardwise.rules.shape import REGROUPED
+from shardwise.rules.table import TABLE
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["Prepared", "prepare", "row_name", "tensors_in"]
+
+_Program = Callable[[Sequence[Tensor]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """How a call runs: what its inputs do first, the ops on the blocks, and what the results are.
+
+    `moves` has a plan per tensor, or None where it stays; `programs` what each rank played here runs (a real
+    process has one, under None), or None where the op itself runs on the blocks; `outputs` the results' specs.
+    """
+
+    moves: tuple[Plan | None, ...]
+    programs: dict[int | None, _Program | None] | None
+    outputs: tuple[Spec, ...]
+    mesh: DeviceMesh
+    simulated: bool
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, in lists too, in order."""
+    out: list[Tensor] = []
+    for v in values:
+        if isinstance(v, Tensor):
+            out.append(v)
+        elif isinstance(v, list | tuple):
+            out += tensors_in(v)
+    return out
+
+
+def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
+    """The recipe of a call, or None if no row covers it."""
+    name, in_place = row_name(func)
+    if name not in TABLE and (name not in REGROUPED or in_place):
+        return None
+    made = _made(func, args, kwargs)
+    if made is None:
+        return None
+    found = tensors_in([*args, *kwargs.values()])
+    first = next(t for t in found if isinstance(t, DTensor))
+    mesh = first.device_mesh
+    layouts = [
+        t.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, axes_of(mesh)) for t in found
+    ]
+    sizes = [t.dtype.itemsize for t in found]
+    call = _call(name, func, args, kwargs, found, made)
+    rule = None if name in REGROUPED else TABLE[name].build(call)
+    choice: Choice | None
+    if name in REGROUPED:
+        choice = choose_view(layouts[0], call.outputs[0], sizes[0])
+    elif rule is None:
+        return None
+    else:
+        choice = choose(rule, layouts, call.outputs, sizes, fixed=layouts[:1] if in_place else ())
+    if choice is None:
+        return None
+    simulated = isinstance(first._local_tensor, PerRank)
+    programs = _programs(call, rule, choice, mesh, simulated)
+    if programs is not None and in_place:
+        return None
+    outputs = tuple(
+        Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
+        for layout, meta in zip(choice.outputs, (m for m in made if m is not None), strict=True)
+    )
+    pairs = zip(layouts, choice.inputs, sizes, strict=True)
+    moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
+    return Prepared(moves, programs, outputs, mesh, simulated)
+
+
+def row_name(func: Any) -> tuple[str, bool]:
+    """The name of the row, and whether the op writes: an in-place op has the row of the one that returns."""
+    name, overload = func._schema.name.replace("::", "."), func._overloadname
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        return f"{name}.{overload}", False
+    if name.endswith("_") and not name.endswith("__"):
+        return f"{name[:-1]}.{overload}", True
+    return "", True
+
+
+def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None] | None:
+    """What the op makes of tensors of the global shapes, on the meta device; None where it cannot say."""
+    try:
+        result = func(*_on_meta(args), **_on_meta(kwargs))
+    except Exception:  # what is wrong with the call is said by the op itself, on the whole
+        return None
+    out: list[Tensor | None]
+    out = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
+    # what an output mask leaves out is None, and has no layout
+    return out if out and all(t is None or isinstance(t, Tensor) for t in out) else None
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(_on_meta(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _on_meta(v) for k, v in value.items()}
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _call(
+    name: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: list[Tensor],
+    made: list[Tensor | None],
+) -> Call:
+    numbers = iter(range(len(found)))
+
+    def slotted(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Slot(next(numbers))
+        if isinstance(value, list | tuple):
+            return type(value)(slotted(v) for v in value)
+        return value
+
+    given = [slotted(a) for a in args]
+    keyed = {k: slotted(v) for k, v in kwargs.items()}
+    named: dict[str, Any] = {}
+    tensors = []
+    for i, arg in enumerate(func._schema.arguments):
+        value = given[i] if i < len(given) else keyed.get(arg.name, arg.default_value)
+        named[arg.name] = value
+        if "Tensor" in str(arg.type):
+            tensors.append(tuple(value) if isinstance(value, list) else value)
+    return Call(
+        name,
+        named,
+        tuple(tensors),
+        tuple(tuple(t.shape) for t in found),
+        tuple(tuple(t.shape) for t in made if t is not None),
+        tuple(t is not None for t in made),
+        tuple(str(t.dtype).removeprefix("torch.") for t in found),
+    )
+
+
+def _programs(
+    call: Call, rule: Rule | None, choice: Choice, mesh: DeviceMesh, simulated: bool
+) -> dict[int | None, _Program | None] | None:
+    if rule is not None and rule.local is None:
+        return None
+    places: dict[int | None, Coord] = {}
+    if simulated:
+        places.update(list(members_of(mesh).items()))
+    elif (me := coord_of(mesh)) is not None:
+        places[None] = me
+    out = {rank: _program(call, rule, choice, coord) for rank, coord in places.items()}
+    if all(p is None for p in out.values()):
+        return None
+    return {rank: None if p is None else _compiled(p) for rank, p in out.items()}
+
+
+def _program(call: Call, rule: Rule | None, choice: Choice, coord: Coord) -> Local | None:
+    shapes = tuple(block_shape(o, coord) for o in choice.outputs)
+    if rule is None or rule.local is None:
+        return Local((("aten.view.default", (Slot(0), list(shapes[0])), {}),))
+    split = frozenset(
+        x
+        for said, layout in zip(rule.inputs, choice.inputs, strict=True)
+        for x, dim in zip(said, layout.dims, strict=True)
+        if x is not None and any(f.axes for f in dim)
+    )
+    blocks = tuple(block_shape(i, coord) for i in choice.inputs)
+    return rule.local(
+        call, Place(blocks, shapes, tuple(block_offset(i, coord) for i in choice.inputs), split)
+    )
+
+
+def _compiled(program: Local) -> _Program:
+    """A local program as a function of the blocks."""
+    steps = [(_op(name), args, kwargs) for name, args, kwargs in program.steps]
+
+    def value(arg: Any, blocks: Sequence[Tensor], done: list[Any]) -> Any:
+        if isinstance(arg, Slot):
+            return blocks[arg.number]
+        if isinstance(arg, Out):
+            return done[arg.step] if arg.number is None else done[arg.step][arg.number]
+        return arg
+
+    def run(blocks: Sequence[Tensor]) -> Any:
+        done: list[Any] = []
+        for op, args, kwargs in steps:
+            done.append(op(*(value(a, blocks, done) for a in args), **kwargs))
+        return tuple(value(r, blocks, done) for r in program.results) if program.results else done[-1]
+
+    return run
+
+
+def _op(name: str) -> Callable[..., Any]:
+    if name == "aten.view.default":
+        return _viewed
+    _, packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)  # type: ignore[no-any-return]
+
+
+def _viewed(block: Tensor, shape: list[int]) -> Tensor:
+    """A view where the block's strides allow it: a block may be less contiguous than the whole."""
+    try:
+        return torch.ops.aten.view.default(block, shape)  # type: ignore[no-any-return]
+    except RuntimeError:
+        return block.reshape(shape)

@@ -1,0 +1,206 @@
+"""The last rung: gather the inputs, run the op on the whole, and say so once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import PerRank, map_ranks
+from shardwise.layout import Layout, LayoutError, Spec
+from shardwise.plan import Plan, plan_redistribute
+from shardwise.tensor.autograd import redistributed
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.errors import MeshError
+from shardwise.tensor.policy import mind, replicates
+
+__all__ = ["check_operands", "gathered", "is_held", "off_mesh", "on_whole", "write_back", "written_by"]
+
+aten = torch.ops.aten
+_log = logging.getLogger("shardwise")
+
+
+def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The last rung: gather the inputs, run the op on the whole, and say so once."""
+    found = _tensors_in([*args, *kwargs.values()])
+    first = next(t for t in found if isinstance(t, DTensor))
+    plans = [_to_whole(t) for t in found if isinstance(t, DTensor)]
+    mind(func, plans)
+    _say_once(func, plans)
+    written = written_by(func, args, kwargs)
+    whole: dict[int, Tensor] = {}
+    for t in found:
+        if isinstance(t, DTensor) and id(t) not in whole:
+            whole[id(t)] = gathered(func, t)
+    result = map_ranks(func, *_swap(args, whole), **_swap(kwargs, whole))
+    for t in written:
+        write_back(t, whole[id(t)])
+    return _wrap(result, first._spec, {id(whole[id(t)]): t for t in written}, written)
+
+
+def gathered(func: Any, t: DTensor) -> Tensor:
+    """The whole of a tensor, as an op is to see it."""
+    whole = redistributed(t, Layout.replicated(t.shape, t.layout.axes))._local_tensor
+    if "as_strided" not in func._schema.name or whole is t._local_tensor:
+        return whole
+    # the one op that reads strides, and what was gathered is contiguous whatever the tensor's are
+    return map_ranks(lambda w: w.new_empty_strided(t.shape, t._spec.stride).copy_(w), whole)  # type: ignore[no-any-return]
+
+
+def _to_whole(t: DTensor) -> Plan:
+    return plan_redistribute(t.layout, Layout.replicated(t.shape, t.layout.axes), t.dtype.itemsize)
+
+
+def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op on a rank that is not on the mesh: it holds nothing and makes nothing, of the right shape and dtype."""
+    if written_by(func, args, kwargs):
+        return args[0]
+    first = next(t for t in _tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
+    meta: dict[int, Tensor] = {}
+    for t in _tensors_in([*args, *kwargs.values()]):
+        meta[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    try:
+        result = func(*_swap(args, meta), **_swap(kwargs, meta))
+    except (NotImplementedError, RuntimeError) as error:
+        raise LayoutError(
+            f"{func} ran on a rank that is not on the mesh {first.device_mesh}.",
+            why="this rank holds nothing of the tensor, and the op's result depends on its values",
+            fix="call it only where mesh.get_coordinate() is not None",
+        ) from error
+    return _nothing(result, first)
+
+
+def _nothing(result: Any, first: DTensor) -> Any:
+    if isinstance(result, Tensor):
+        layout = Layout.replicated(result.shape, first.layout.axes)
+        spec = Spec(first.device_mesh, layout, result.dtype, result.shape, tuple(result.stride()))
+        return DTensor(first._local_tensor.new_empty(0, dtype=result.dtype), spec)
+    return type(result)(_nothing(r, first) for r in result) if isinstance(result, list | tuple) else result
+
+
+def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    out: list[Tensor] = []
+    for v in values:
+        if isinstance(v, Tensor):
+            out.append(v)
+        elif isinstance(v, list | tuple):
+            out.extend(_tensors_in(v))
+    return out
+
+
+def _swap(value: Any, whole: dict[int, Tensor]) -> Any:
+    if isinstance(value, DTensor):
+        return whole[id(value)]
+    if isinstance(value, list | tuple):
+        return type(value)(_swap(v, whole) for v in value)
+    if isinstance(value, dict):
+        return {k: _swap(v, whole) for k, v in value.items()}
+    return value
+
+
+# What an op made itself on the way (the index of x[[0, 3]], a mask) no Python name or stack refers to. The count
+# is that of such a tensor in an argument list, held in a loop or a parameter and passed on to `is_held`.
+_UNHELD = 6
+
+
+def is_held(t: Tensor) -> bool:
+    """Whether the program holds a tensor, and not only the arguments of the op that runs."""
+    return sys.getrefcount(t) > _UNHELD
+
+
+def _torchs_own(func: Any) -> bool:
+    """Whether Python code of torch that makes plain tensors to help itself is calling."""
+    if "embedding_bag" in func._schema.name:
+        return True
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.masked")
+
+
+def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The first DTensor; raise if tensors of several meshes meet, or a plain one that nobody has explained."""
+    found = _tensors_in([*args, *kwargs.values()])
+    first = next(t for t in found if isinstance(t, DTensor))
+    for t in found:
+        if isinstance(t, DTensor):
+            if t.device_mesh != first.device_mesh:
+                raise MeshError(
+                    f"{func} got tensors on {first.device_mesh} and on {t.device_mesh}.",
+                    why="an op runs on one mesh",
+                    fix="distribute both over one mesh",
+                )
+        elif is_held(t) and not _counts_as_replicated(func, t):
+            raise LayoutError(
+                f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
+                f"a plain tensor of shape {tuple(t.shape)} beside {first._spec}.",
+                why="nothing says whether the plain one is replicated, a block, or a part of a sum",
+                fix="wrap it: distribute_tensor(t, mesh, [Replicate()]), or DTensor.from_local(t, mesh, …)",
+            )
+    return first
+
+
+def _counts_as_replicated(func: Any, t: Tensor) -> bool:
+    """Numbers are the same everywhere, and so is what autograd makes in a backward pass, and torch for itself."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return t.dim() == 0 or in_backward or replicates() or _torchs_own(func)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """The arguments that the op writes to, by its schema."""
+    out: list[DTensor] = []
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(arg.name)
+            out.extend(t for t in _tensors_in([value]) if isinstance(t, DTensor))
+    return out
+
+
+def write_back(t: DTensor, whole: Tensor) -> None:
+    """Bring what the op wrote to the whole back into the blocks."""
+    if t._local_tensor is whole:
+        return
+    if tuple(whole.shape) != tuple(t.shape):
+        raise LayoutError(
+            f"an in-place op changed {t._spec} to shape {tuple(whole.shape)}.",
+            why="blocks cannot follow a change of shape in place",
+            fix="use the op that returns a new tensor",
+        )
+    spec = t._spec.with_layout(Layout.replicated(t.shape, t.layout.axes))
+    map_ranks(
+        aten.copy_.default, t._local_tensor, redistributed(DTensor(whole, spec), t.layout)._local_tensor
+    )
+
+
+def _wrap(result: Any, spec: Spec, written_whole: dict[int, DTensor], written: list[DTensor]) -> Any:
+    if isinstance(result, Tensor):
+        if id(result) in written_whole:
+            return written_whole[id(result)]
+        if len(written) == 1 and tuple(result.shape) == tuple(written[0].shape):
+            return written[0]
+        axes = spec.layout.axes
+        stride = tuple(result.ranks[0].stride() if isinstance(result, PerRank) else result.stride())
+        out = Spec(spec.mesh, Layout.replicated(result.shape, axes), result.dtype, result.shape, stride)
+        return DTensor(result, out)
+    if isinstance(result, list | tuple):
+        return type(result)(_wrap(r, spec, written_whole, []) for r in result)
+    return result
+
+
+_said: set[Any] = set()
+
+
+def _say_once(func: Any, plans: Sequence[Plan]) -> None:
+    key = (func, tuple(plan.source for plan in plans))
+    if key in _said:
+        return
+    if len(_said) < 10_000:
+        _said.add(key)
+    sent = sum(plan.bytes for plan in plans)
+    if sent:
+        shown = ", ".join(str(plan.source) for plan in plans)
+        _log.warning("%s ran on the whole of %s: gathering it sent %s bytes", func, shown, f"{sent:,}")

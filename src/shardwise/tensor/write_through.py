@@ -1,0 +1,124 @@
+"""Views that had to move data: what is written to them reaches the tensor they are of, and they see what it becomes.
+
+A view of the blocks shares their memory, and then there is nothing to do. One that had to gather them does not, and
+is a `View`: it remembers what it is of. It is a class of its own so that no other tensor pays for the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import map_ranks
+from shardwise.layout import LayoutError
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.whole import gathered, write_back, written_by
+
+__all__ = ["View", "is_view", "remembered"]
+
+
+class View(DTensor):
+    """A view in memory of its own: the `number`-th result of `func` on `base`, or the only one.
+
+    >>> import shardwise as sw
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+    ...     middle = x[1:3]
+    ...     _ = middle.zero_()
+    ...     print(x.full_tensor().ranks[0], end=" ")
+    ...     _ = x.add_(5)
+    ...     print(middle.full_tensor().ranks[0])
+    tensor([1., 0., 0., 1.]) tensor([5., 5.])
+    """
+
+    _origin: tuple[DTensor, Any, tuple[Any, ...], dict[str, Any], int | None]
+    _seen: tuple[float, ...]
+    __slots__ = ("_origin", "_seen")
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The block of this rank, made anew if the base was written to."""
+        if self._seen != _versions(self._origin[0]):
+            base, func, args, kwargs, number = self._origin
+            with torch.no_grad():
+                result = func(base, *args, **kwargs)
+            self._local = (result if number is None else result[number])._local
+            self._seen = _versions(base)
+        return super()._local_tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _bring_up(args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise LayoutError(
+                f"{func} of a view in memory of its own, {args[0]._spec}.",
+                why="the view had to gather blocks, and it follows its base by the shape it was taken in",
+                fix="use the op that returns a new tensor",
+            )
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if is_view(func):
+            return remembered(func, args, kwargs, result)
+        for t in written_by(func, args, kwargs):
+            if isinstance(t, View):
+                _write_through(t)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) not in memo:
+            plain = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
+            memo[id(self)] = plain.__deepcopy__(memo)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+def is_view(func: Any) -> bool:
+    """Whether an op's results share the memory of its first argument, by its schema."""
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return first is not None and not first.is_write
+
+
+def remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What a view op returned, as views that know what they are of."""
+    if isinstance(result, Tensor):
+        return _of((args[0], func, args[1:], kwargs, None), result)
+    return type(result)(_of((args[0], func, args[1:], kwargs, i), r) for i, r in enumerate(result))
+
+
+def _of(origin: tuple[Any, ...], result: Any) -> View:
+    out = View(result._local, result._spec)
+    out._origin, out._seen = origin, _versions(origin[0])
+    return out
+
+
+def _versions(base: DTensor) -> tuple[float, ...]:
+    """What changes when a base or anything it is a view of is written to, the same on every rank."""
+    here = float("nan") if base.is_inference() else base._version  # nobody counts there: always out of date
+    through = base.__dict__.get("_written_through", 0)  # also by views that do not count, as x[0].data
+    return (here, through, *(_versions(base._origin[0]) if isinstance(base, View) else ()))
+
+
+def _bring_up(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for value in [*args, *kwargs.values()]:
+        for t in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(t, View):
+                t._local_tensor  # noqa: B018
+
+
+def _write_through(view: View) -> None:
+    """Bring the value of a view into its base: on the whole, where a view is one."""
+    base, func, args, kwargs, number = view._origin
+    whole = gathered(func, base)
+    seen = map_ranks(func, whole, *args, **kwargs)
+    copy = torch.ops.aten.copy_.default
+    value = gathered(copy, DTensor(view._local, view._spec))
+    map_ranks(copy, seen if number is None else seen[number], value)
+    write_back(base, whole)
+    base.__dict__["_written_through"] = base.__dict__.get("_written_through", 0) + 1
+    if isinstance(base, View):
+        _write_through(base)

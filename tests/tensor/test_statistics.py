@@ -1,0 +1,70 @@
+"""Ops along a split dim: with large rows they exchange statistics, and the answer is the dense one."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import counting
+from shardwise.tensor import statistics
+
+CASES = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "norm 2": lambda x: torch.linalg.vector_norm(x, 2, -1),
+    "norm 1": lambda x: torch.linalg.vector_norm(x, 1, -1, keepdim=True),
+    "norm 3": lambda x: torch.linalg.vector_norm(x, 3),
+    "norm inf": lambda x: torch.linalg.vector_norm(x, float("inf"), -1),
+    "norm -inf": lambda x: torch.linalg.vector_norm(x, float("-inf"), -1),
+    "norm 0": lambda x: torch.linalg.vector_norm(x, 0, -1),
+    "var": lambda x: x.var(-1),
+    "std": lambda x: x.std((0, 1), correction=0),
+    "var_mean": lambda x: torch.var_mean(x, -1)[1] + torch.var_mean(x, -1, keepdim=True)[0],
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (x.shape[-1],)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [7, 9])  # over 4 ranks the last block is short, or empty
+def test_the_answer_and_the_gradient_are_the_dense_ones(name, size, monkeypatch):
+    # any exchange is cheaper than any gathering, so that small tensors take this way too
+    fast = sw.CostModel(latency=0.0, bandwidth=1.0)
+    chosen = []
+
+    def cheap(func, recipe, args):
+        out = original(func, recipe, args, fast)
+        chosen.append(out)
+        return out
+
+    original = statistics.by_statistics
+    monkeypatch.setattr("shardwise.tensor.dispatch.by_statistics", cheap)
+    torch.manual_seed(0)
+    dense = torch.randn(3, size, dtype=torch.float64, requires_grad=True)
+    want = CASES[name](dense)
+    is_smooth = name != "norm 0"
+    if is_smooth:
+        want.cos().sum().backward()
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(dense.detach(), mesh, [sw.Shard(1)]).requires_grad_()
+        got = CASES[name](x)
+        torch.testing.assert_close(got.full_tensor().ranks[2], want)
+        if not is_smooth:
+            return
+        got.cos().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor().ranks[1], dense.grad)
+    assert any(chosen)
+
+
+def test_large_rows_are_not_gathered():
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.ones(4, 400_000, device_mesh=mesh, placements=[sw.Shard(1)])
+        with counting() as ledger:
+            y = x.softmax(-1)
+        assert str(y.layout) == "[4, 400000:tp]"
+        assert ledger.bytes < 1000
+        small = sw.ones(4, 8, device_mesh=mesh, placements=[sw.Shard(1)])
+        with counting() as ledger:
+            small.softmax(-1)
+        assert ledger.collectives == 1
