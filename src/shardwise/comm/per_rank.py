@@ -229,10 +229,12 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    same = a == b
-    if hasattr(same, "all"):  # arrays compare by element
-        return bool(same.all())
-    return bool(same) or (a != a and b != b)  # NaN is NaN on every rank
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False
+    same = (a == b) | ((a != a) & (b != b))  # NaN is NaN on every rank
+    return bool(same.all() if hasattr(same, "all") else same)  # arrays compare by element
 
 
 def _refuse_shared_leaves(func: Callable[..., Any], values: Sequence[Any]) -> None:
