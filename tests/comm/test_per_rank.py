@@ -147,6 +147,7 @@ def test_what_is_the_same_on_all_ranks_is_told():
     nan = PerRank({r: torch.tensor([float("nan")]) for r in range(2)})
     assert math.isnan(nan.item())
     assert math.isnan(nan.numpy()[0])
+    assert math.isnan(nan.tolist()[0])
 
 
 ASKED = {

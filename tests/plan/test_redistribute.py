@@ -279,6 +279,26 @@ def test_no_plain_pair_needs_more_room_than_its_ends(pair):
     assert all(largest_block(step.target) <= room for step in plan_redistribute(source, target).steps)
 
 
+def test_room_goes_before_bytes():
+    # reducing later would send less, but from blocks twice as large as both ends
+    on = Axes((3, 2, 4), ("dp", "tp", "cp"))
+    source, target = (parse_layout(t, on)[0] for t in ("[6:dp, 1, 5] P(tp,sum)", "[6:tp, 1:dp,cp, 5]"))
+    plan = plan_redistribute(source, target)
+    assert [step.name for step in plan.steps] == ["reduce-scatter", "all-to-all"]
+    late = parse_layout("[6, 1:dp,cp, 5] P(tp,sum)", on)[0]
+    around = plan_redistribute(source, late).bytes + plan_redistribute(late, target).bytes
+    assert around < plan.bytes
+    assert largest_block(late) > max(largest_block(source), largest_block(target))
+
+
+def test_what_can_be_cut_is_cut_before_anything_is_sent():
+    # the second dim must be gathered, for its blocks cut across; the first one need not go with it whole
+    on = Axes((3, 3, 2), ("dp", "tp", "cp"))
+    source, target = (parse_layout(t, on)[0] for t in ("[8, 12:cp] P(dp,sum)", "[8:tp, 3:cp 4]"))
+    plan = plan_redistribute(source, target)
+    assert [step.name for step in plan.steps] == ["slice", "all-gather", "slice", "all-reduce"]
+
+
 @many
 @given(st.data())
 def test_no_detour_is_cheaper(data):

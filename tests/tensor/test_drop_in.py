@@ -678,6 +678,19 @@ program(
     """,
 )
 program(
+    "collectives of distribute_tensor",
+    """
+    mesh = line()
+    out = []
+    for p in ([Shard(0)], [R], [Shard(1)]):
+        for source in (0, None):
+            with CommDebugMode() as comm_mode:
+                distribute_tensor(grid(4, 4), mesh, p, src_data_rank=source)
+            out.append((source is not None, comm_mode.get_total_counts() > 0, sorted(map(str, comm_mode.get_comm_counts()))))
+    return out
+    """,
+)
+program(
     "a mode that is left counts no more",
     """
     x = distribute_tensor(grid(4, 4), line(), [Shard(0)])

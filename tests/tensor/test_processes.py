@@ -4,6 +4,7 @@ Each program runs on every rank of four gloo processes and once in a simulation 
 and hundreds of cases at once, drawn by a seed, so that the start of the processes is paid once.
 """
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -14,7 +15,17 @@ from tests.values import EVERY, REDUCED, same_bits, some_layout, take, tensor, v
 
 import shardwise as sw
 from shardwise import DTensor, Partial, PerRank, Replicate, Shard, plan_redistribute, simulate
-from shardwise.comm import Pending, axes_of, coord_of, counting, is_simulated, members_of, siblings_of
+from shardwise.comm import (
+    Pending,
+    axes_of,
+    coord_of,
+    counting,
+    group_of,
+    is_simulated,
+    members_of,
+    peers_of,
+    siblings_of,
+)
 from shardwise.layout import Axes, Layout, block_offset, owned
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
@@ -245,6 +256,36 @@ def test_r48_copies_are_the_same_in_every_bit(workers, name):
     for number, (_, target, _) in enumerate(cases):
         found = {members[r]: real[r][number] for r in members}
         value(found, target)  # which asserts that copies are the same
+
+
+def eight_copies():
+    """Sums over four ranks in two columns, which hold the same but whose ranks come in other orders."""
+    mesh = sw.DeviceMesh("cpu", [[0, 7], [1, 5], [2, 3], [6, 4]], mesh_dim_names=("dp", "tp"))
+    out = []
+    for size in (64, 63):
+        rng = torch.Generator().manual_seed(coord_of(mesh)[0])
+        part = torch.randn(size, generator=rng)
+        x = DTensor.from_local(part, mesh, [Partial(), Replicate()])
+        out += [x.redistribute(dp=Replicate()).to_local(), x.redistribute(dp=Shard(0)).full_tensor()]
+    return out
+
+
+def test_r48_also_where_the_ranks_of_copies_come_in_another_order():
+    first, *others = sw.launch(lambda: eight_copies(), 8, timeout=120)  # a lambda forks, which is quick
+    for other in others:
+        assert all(same_bits(a, b) for a, b in zip(first, other, strict=True))
+
+
+def orders(name):
+    mesh = mesh_of(name)
+    subsets = [c for n in range(1, mesh.ndim + 1) for c in itertools.combinations(range(mesh.ndim), n)]
+    me, sizes = coord_of(mesh), axes_of(mesh).sizes
+    return me is None or all(group_of(mesh, axes).peers == peers_of(me, axes, sizes) for axes in subsets)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_groups_are_in_the_order_of_coords(workers, name):
+    assert workers.run(orders, name) == [True] * 4
 
 
 # ---- waiting

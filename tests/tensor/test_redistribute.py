@@ -212,6 +212,22 @@ def test_nan_wins_and_infinities_count_in_max_and_min(dtype, op, size):
                 torch.testing.assert_close(wide(f), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [d for d in EVERY if not d.is_floating_point and not d.is_complex], ids=str)
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("size", [4, 5])
+def test_the_ends_of_integers_count_in_max_and_min(dtype, op, size):
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    rows = [[low, high, low, 1, 0], [high, high, low, 0, 1]]
+    expected = [(max if op == "max" else min)(pair) for pair in zip(*rows, strict=True)]
+    with simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        local = sw.per_rank(lambda rank: torch.tensor(rows[rank][:size], dtype=dtype))
+        x = DTensor.from_local(local, mesh, [Partial(op)])
+        for target in (Replicate(), Shard(0)):
+            for f in x.redistribute(placements=[target]).full_tensor().ranks:
+                assert f.tolist() == expected[:size]
+
+
 def test_infinities_and_nan_in_sums_are_those_of_the_dense_sum():
     rows = torch.tensor([[float("inf"), 1.0, float("nan"), 2.0], [float("-inf"), float("inf"), 0.0, 3.0]])
     with simulate(2):

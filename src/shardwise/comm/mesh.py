@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from shardwise.layout import Axes, LayoutError
@@ -133,10 +134,12 @@ def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
             raise RuntimeError("a rank that is not on the mesh has no group on it")
         table = mesh.mesh
         rank_at = {c: int(table[c]) for c in peers_of(me, axes, layout.sizes)}
-        if len(axes) == 1:
-            group = mesh.get_group(axes[0])
-        else:
-            group = _flat_group(tuple(sorted(rank_at.values())))
+        # In the order of the coords, which is the same in the groups of all copies of a value: sums depend on
+        # the order of their parts, and copies must be the same to the bit. The mesh's own groups go by rank.
+        in_order = tuple(rank_at.values())
+        group = mesh.get_group(axes[0]) if len(axes) == 1 else None
+        if group is None or tuple(dist.get_process_group_ranks(group)) != in_order:
+            group = _flat_group(in_order)
         ranks = tuple(dist.get_process_group_ranks(group))
         coord_at = {r: c for c, r in rank_at.items()}
         return Group(group.group_name, tuple(coord_at[r] for r in ranks), ranks)
@@ -148,13 +151,30 @@ _flat: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _flat_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these ranks, made at first use by them alone: ranks off the mesh take no part."""
+    """The group of these ranks in this order, made at first use by them alone: ranks off the mesh take no part."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("the process group of this mesh is gone: was destroy_process_group called?")
-    if len(ranks) == dist.get_world_size():
+    if ranks == tuple(range(dist.get_world_size())):
         return world
     kept = _flat.get(ranks)
     if kept is None or kept[0] is not world:
-        kept = _flat[ranks] = (world, dist.new_group(list(ranks), use_local_synchronization=True))
+        kept = _flat[ranks] = (world, _new_group(ranks))
     return kept[1]
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that its members alone make, under a name that they agree on.
+
+    torch's name for it depends on how many groups a process has, and ranks of different meshes have different
+    numbers of them: each would wait for the others under a name of its own.
+    """
+    name, torchs = "shardwise_" + "_".join(map(str, ranks)), distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), use_local_synchronization=True, sort_ranks=False
+        )
+    finally:
+        distributed_c10d._hash_ranks_to_str = torchs
+    return group

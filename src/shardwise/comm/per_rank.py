@@ -229,6 +229,8 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
     same = (a == b) | ((a != a) & (b != b))  # NaN is NaN on every rank

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from itertools import product
 
-from shardwise.comm import members_of, siblings_of
+from shardwise.comm import coord_of, is_simulated, siblings_of
 from shardwise.layout import Layout, LayoutError, owned
 from shardwise.tensor import DTensor
 
@@ -35,6 +35,8 @@ def picture(
             why="a terminal is flat",
             fix="look at a slice or a view of the tensor",
         )
+    if 0 in layout.shape:
+        return "(empty)"
     axes = layout.axes
     ranks = ranks or list(range(axes.count))
     coords = [axes.coord(i) for i in range(axes.count)]
@@ -105,10 +107,11 @@ def _table(
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which rank holds what of a DTensor of one or two dims; once, on the mesh's first rank.
 
-    `use_rich` is accepted for torch's sake; the picture is plain text.
+    Of an empty tensor there is nothing to print. `use_rich` is accepted for torch's sake; the picture is plain text.
     """
-    mesh = dtensor.device_mesh
-    first = siblings_of(mesh)[0]
-    if first[0] in members_of(mesh) and mesh.get_rank() == first[0]:
-        lines = [header, str(dtensor._spec), picture(dtensor.layout, first)]
-        sys.stdout.write("\n".join(line for line in lines if line) + "\n")
+    mesh, me = dtensor.device_mesh, coord_of(dtensor.device_mesh)
+    if dtensor.numel() == 0 or not (is_simulated() or (me is not None and not any(me))):
+        return
+    ranks = siblings_of(mesh)[0] if is_simulated() else mesh.mesh.flatten().tolist()
+    lines = [header, str(dtensor._spec), picture(dtensor.layout, ranks)]
+    sys.stdout.write("\n".join(line for line in lines if line) + "\n")

@@ -91,6 +91,7 @@ class Layout:
 
     @property
     def ndim(self) -> int:
+        """How many dims the tensor has."""
         return len(self.dims)
 
     @property

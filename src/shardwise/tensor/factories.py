@@ -146,13 +146,15 @@ def linspace(
     fused = kind in (torch.float32, torch.float64)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
+        if steps == 1:
+            return torch.full(shape, start, dtype=whole.dtype)
         at = _index_tensor(indices[0])
         left = steps - 1 - at
         if fused:
             up, down = first.add(at.to(kind), alpha=step), last.add(left.to(kind), alpha=-step)
         else:
             up, down = first + at.to(kind) * step, last - left.to(kind) * step
-        return torch.where(at < max(steps // 2, 1), up, down).to(whole.dtype)
+        return torch.where(at < steps // 2, up, down).to(whole.dtype)
 
     return _made(lie, values, whole.dtype, requires_grad, device_mesh)
 

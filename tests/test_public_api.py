@@ -1,0 +1,195 @@
+"""What the package offers: the names of torch, documented, from modules that torch's programs import."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.device_mesh
+
+import shardwise
+
+SOURCE = Path(shardwise.__file__).parent
+MODULES = sorted(m.name for m in pkgutil.walk_packages([str(SOURCE)], "shardwise."))
+PATHS = {
+    "": "DTensor distribute_tensor Shard Replicate Partial Placement ones empty full zeros",
+    ".placement_types": "Partial Placement Replicate Shard",
+    ".device_mesh": "DeviceMesh init_device_mesh",
+    ".debug": "CommDebugMode visualize_sharding",
+    ".experimental": "",
+    ".parallel": "",
+    ".parallel.style": "",
+}
+"""The modules that torch documents, with the names delivered so far."""
+
+
+def test_all_is_sorted_complete_and_there():
+    names = shardwise.__all__
+    assert names == sorted(names)
+    assert len(set(names)) == len(names)
+    public = {
+        n
+        for n, v in vars(shardwise).items()
+        if not n.startswith("_") and not inspect.ismodule(v) and n not in ("annotations",)
+    }
+    assert public == set(names)
+
+
+def test_star_import_gives_all_and_nothing_else():
+    scope: dict[str, object] = {}
+    exec("from shardwise import *", scope)
+    assert set(scope) - {"__builtins__"} == set(shardwise.__all__)
+
+
+@pytest.mark.parametrize("name", shardwise.__all__)
+def test_every_name_is_documented(name):
+    thing = getattr(shardwise, name)
+    doc = inspect.getdoc(thing)
+    assert doc
+    assert not doc.startswith(f"{name}(")  # what dataclass writes where nobody else did
+    if inspect.isclass(thing) and thing.__module__.startswith("shardwise"):
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and (
+                inspect.isfunction(value) or isinstance(value, property | staticmethod)
+            ):
+                assert inspect.getdoc(getattr(thing, member)), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_paths_and_names_of_torch(path):
+    ours = importlib.import_module(f"shardwise{path}")
+    theirs = importlib.import_module(f"torch.distributed.tensor{path}")
+    for name in PATHS[path].split():
+        assert hasattr(ours, name)
+        assert hasattr(theirs, name)
+        assert name in ours.__all__
+    if path:
+        assert list(ours.__all__) == sorted(ours.__all__)
+        assert set(ours.__all__) <= {*vars(theirs), "picture"}
+
+
+def test_one_name_is_one_thing():
+    from shardwise import debug, device_mesh, placement_types
+
+    for module in (placement_types, device_mesh):
+        for name in module.__all__:
+            assert getattr(module, name) is getattr(shardwise, name)
+    assert debug.CommDebugMode.__name__ == "CommDebugMode"
+    assert shardwise.DeviceMesh is torch.distributed.device_mesh.DeviceMesh
+    assert shardwise.init_device_mesh is torch.distributed.device_mesh.init_device_mesh
+
+
+SIGNATURES = [
+    "distribute_tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "DTensor.from_local",
+    "DTensor.to_local",
+    "DTensor.redistribute",
+    "DTensor.full_tensor",
+    "debug.visualize_sharding",
+]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_have_torchs_names_kinds_and_defaults(name):
+    import torch.distributed.tensor
+    import torch.distributed.tensor.debug
+
+    def found(root):
+        thing = root
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        return inspect.signature(thing).parameters
+
+    theirs = found(torch.distributed.tensor)
+    ours = found(importlib.import_module("shardwise.debug") and shardwise)
+    shared = [p for p in ours.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert {p.name for p in shared} == set(theirs)
+    for p in shared:
+        assert (p.kind, p.default) == (theirs[p.name].kind, theirs[p.name].default), p.name
+    positional = [p.name for p in shared if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == [p.name for p in theirs.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_and_what_it_offers(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    assert all(hasattr(module, n) for n in module.__all__)
+
+
+def test_src_never_names_the_package_it_replaces():
+    imports = re.compile(r"^\s*(from|import)\s+torch\.distributed\.(_?tensor)\b", re.M)
+    for file in SOURCE.rglob("*.py"):
+        assert not imports.search(file.read_text()), file
+
+
+ALONE = """
+    import io, json, sys
+    import torch
+    import shardwise as sw
+
+    def there():
+        return [m for m in sys.modules if m.startswith("torch.distributed.tensor")]
+
+    before = there()
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = sw.distribute_tensor(torch.arange(6.0, requires_grad=True), mesh, [sw.Shard(0), sw.Partial()])
+        file = io.BytesIO()
+        torch.save(x, file)
+        file.seek(0)
+        y = torch.load(file, weights_only=True)
+        after = there()  # autograd may bring it in later, which is torch's own affair
+        y.redistribute(dp=sw.Replicate()).full_tensor().sum().backward()
+    print(json.dumps([before, after, repr(y.layout), y.grad.to_local().ranks[0].tolist(), sw.__version__]))
+"""
+
+
+def test_it_stands_without_the_package_it_replaces():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(ALONE)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    before, after, layout, grad, version = json.loads(done.stdout.splitlines()[-1])
+    assert before == after == []
+    assert layout == "[6:dp] P(tp,sum)"
+    assert grad == [1.0] * 3
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (SOURCE / "py.typed").exists()
+
+
+def test_examples_in_the_docs_of_public_names_run():
+    finder = doctest.DocTestFinder(recurse=False)
+    with_examples = {
+        n for n in shardwise.__all__ if any(t.examples for t in finder.find(getattr(shardwise, n), n))
+    }
+    assert {
+        "DTensor",
+        "Layout",
+        "PerRank",
+        "Shard",
+        "arange",
+        "distribute_tensor",
+        "per_rank",
+        "simulate",
+    } <= with_examples
