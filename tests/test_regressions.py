@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.values import same_bits, tensor
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, PerRank, Replicate, Shard, simulate
@@ -19,6 +19,15 @@ from shardwise.tensor.dispatch import _ops
 
 def cases(names, values):
     return pytest.mark.parametrize(names, list(values))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small are slowed down by threads, a hundred times on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -151,7 +160,7 @@ def test_r03_a_norm_plus_a_number(square, lies):
 
 
 @cases("lies", [*PENDING, *CUT])
-@cases("order", [0, 1, 2, 3, 0.5, float("inf"), -float("inf"), -2])
+@cases("order", [0, 1, 2, 3, float("inf")])
 def test_r04_norms(square, lies, order):
     check(square, lambda x: torch.linalg.vector_norm(x, order), lies, grads=order in (1, 2, 3))
     check(square, lambda x: torch.linalg.vector_norm(x, order, dim=0, keepdim=True), lies, grads=False)
@@ -188,9 +197,7 @@ def test_r06_what_is_done_to_a_pending_extreme(square, lies):
 
 
 @cases("target", [*PENDING, *EXTREMES, *CUT])
-@cases(
-    "source", ["[5, 3] P(dp,sum)", "[5, 3:dp] P(tp,avg)", "[5, 3] P(tp,max)", "[5:dp, 3]", "[3] P(dp,sum)"]
-)
+@cases("source", ["[5, 3] P(dp,sum)", "[5, 3] P(tp,max)", "[3] P(dp,sum)"])
 def test_r07_copying_between_pending_tensors(square, target, source):
     def program(x, y):
         return [x.copy_(y), x]
@@ -289,8 +296,8 @@ def test_r13_means_over_uneven_blocks(square, shape, form):
     check(square, lambda x: F.mse_loss(x, x * 3), lies)
 
 
-@cases("scores", ["[5:dp, 4]", "[5:dp,tp, 4]", "[5:dp, 4:tp]", "[5, 4:tp]", "[5, 4] P(dp,sum)"])
-@cases("weight", ["[4]", "[4:tp]", "[4] P(tp,sum)"])
+@cases("scores", ["[5:dp,tp, 4]", "[5:dp, 4:tp]", "[5, 4] P(dp,sum)"])
+@cases("weight", ["[4]", "[4:tp]"])
 @cases("how", ["mean", "sum", "none"])
 def test_r14_class_weights(square, scores, weight, how):
     labels = torch.tensor([0, 3, 1, 3, 2])
@@ -361,11 +368,13 @@ WRITTEN = {
     "t.as_strided": lambda x: x.t().as_strided((3, 2), (1, 4)),
     "detach": lambda x: x[:2].detach()[1:],
     "data": lambda x: x[1:4].data,
+    "squeeze_": lambda x: x[1:2].squeeze_(0)[1:],
+    "t_": lambda x: x[1:4].t_()[:3].unsqueeze_(0),
     "movedim": lambda x: x.movedim(0, 1)[None][:, :3],
 }
 
 
-@cases("lies", ["[5:dp, 4]", "[5, 4:tp]", "[5:dp, 4:tp]", "[5:tp,dp, 4]", "[5:tp, 4] P(dp,sum)", "[5, 4]"])
+@cases("lies", ["[5:dp, 4:tp]", "[5:tp,dp, 4]", "[5:tp, 4] P(dp,sum)", "[5, 4]"])
 @cases("seen", WRITTEN)
 def test_r20_what_is_written_to_a_view_is_written(square, lies, seen):
     pick = WRITTEN[seen]
@@ -538,17 +547,6 @@ def test_r28_a_given_shape_is_the_shape_on_each_rank(line):
         DTensor.from_local(local, line, [Shard(0)])
 
 
-@pytest.mark.xfail(raises=ImportError, strict=True, reason="local_map is not there yet")
-@cases("n", [5, 1, 7])
-def test_r29_local_map_with_uneven_blocks(line, n):
-    from shardwise.experimental import local_map
-
-    double = local_map(
-        lambda x: x * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],), device_mesh=line
-    )
-    check(line, lambda x: double(x) if isinstance(x, DTensor) else x * 2, f"[{n}:tp, 3]")
-
-
 @cases("shape", [(4, 5), (2, 7, 3), (3, 1)])
 def test_r30_what_is_gathered_is_contiguous(line, shape):
     whole = numbers(shape)
@@ -574,7 +572,7 @@ def test_r30_a_dim_counted_from_the_end_is_the_same(line):
 
 
 @cases("lies", ["[5:dp, 4]", "[5:tp,dp, 4]", "[5, 4:tp]", "[5:tp, 4] P(dp,sum)"])
-@cases("given", ["[3:dp, 4]", "[3:dp,tp, 4]", "[3, 4] P(dp,sum)", "[3, 4:tp]"])
+@cases("given", ["[3:dp,tp, 4]", "[3, 4] P(dp,sum)"])
 @cases("where", ["[3]", "[3:dp]"])
 def test_r31_index_put(square, lies, given, where):
     at = (torch.tensor([4, 0, 2]), where)
@@ -597,7 +595,7 @@ def test_r32_convolution_of_a_sharded_width(square, lies, weight):
 
 
 @cases("lies", ["[2, 4:tp, 5, 6]", "[2:dp, 4:tp, 5, 6]", "[2, 4, 5:dp, 6:tp]", "[2, 4, 5, 6] P(tp,sum)"])
-@cases("weight", ["[4:tp, 1, 3, 3]", "[4, 1, 3, 3]", "[4:dp,tp, 1, 3, 3]"])
+@cases("weight", ["[4:tp, 1, 3, 3]", "[4:dp,tp, 1, 3, 3]"])
 def test_r32_depthwise_convolution_of_sharded_channels(square, lies, weight):
     check(square, lambda x, w: F.conv2d(x, w, padding=1, groups=4), lies, weight)
     check(square, lambda x, w: F.conv2d(x, w, groups=4, stride=(1, 2)).relu(), lies, weight)
@@ -606,8 +604,8 @@ def test_r32_depthwise_convolution_of_sharded_channels(square, lies, weight):
 @cases(
     "weight", ["[7:tp, 3]", "[7:dp,tp, 3]", "[7:tp,dp, 3]", "[7, 3:tp]", "[7:dp, 3:tp]", "[7, 3] P(tp,sum)"]
 )
-@cases("ids", ["[2, 4]", "[2:dp, 4]", "[2, 4:tp]"])
-@cases("padding", [None, 0, 3, 6, -1])
+@cases("ids", ["[2, 4]", "[2:dp, 4:tp]"])
+@cases("padding", [None, 3, -1])
 def test_r33_padding_of_a_row_sharded_embedding(square, weight, ids, padding):
     at = torch.tensor([[0, 3, 6, 3], [5, 1, 0, 6]])
     check(square, lambda w, i: F.embedding(i, w, padding_idx=padding), weight, (at, ids))
@@ -750,7 +748,7 @@ def test_r47_a_result_is_waited_for(square, lies, goal):
     same(late(), whole)
 
 
-@cases("lies", ["[7] P(dp,sum) P(tp,sum)", "[7] P(tp,avg) P(dp,sum)", "[7] P(dp,sum)"])
+@cases("lies", ["[7] P(dp,sum) P(tp,sum)", "[7] P(tp,avg) P(dp,sum)"])
 def test_r48_replicas_are_the_same_bits(lies):
     with simulate(6):
         mesh = sw.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
@@ -762,12 +760,9 @@ def test_r48_replicas_are_the_same_bits(lies):
             x.redistribute(placements=[Replicate(), Replicate()]),
             x.redistribute(placements=[Shard(0)] * 2),
         ]
-        if lies != "[7] P(dp,sum)":  # there each rank of tp holds another "copy"
-            for whole in [s.full_tensor() for s in stages] + [
-                (x.sum() * 2).full_tensor(),
-                x.cumsum(0).full_tensor(),
-            ]:
-                assert all(same_bits(b, whole.ranks[0]) for b in whole.ranks)
+        results = [s.full_tensor() for s in stages]
+        for whole in [*results, (x.sum() * 2).full_tensor(), x.cumsum(0).full_tensor()]:
+            assert all(same_bits(b, whole.ranks[0]) for b in whole.ranks)
 
 
 def grown():

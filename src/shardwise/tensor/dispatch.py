@@ -18,7 +18,7 @@ from shardwise.tensor.policy import mind, replicates
 from shardwise.tensor.prepare import Prepared, prepare, row_name, tensors_in
 from shardwise.tensor.statistics import by_statistics
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
-from shardwise.tensor.write_through import is_view, remembered
+from shardwise.tensor.write_through import is_view, remembered, returning
 
 __all__ = ["dispatch"]
 
@@ -89,7 +89,8 @@ def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         return lambda a, k: fused(func, a, k)
     first = check_operands(func, args, kwargs)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
-        return lambda a, k: off_mesh(func, a, k)
+        recipe = prepare(func, args, kwargs)
+        return lambda a, k: off_mesh(func, a, k, recipe)
     if torch.Tag.inplace_view in func.tags:
         return lambda a, k: _become(func, a, k)
     recipe = prepare(func, args, kwargs)
@@ -132,14 +133,7 @@ def _moved(func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: di
 def _become(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """An op that changes its tensor's own shape: the tensor becomes what the op's other form returns."""
     x: DTensor = args[0]
-    forms = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")[:-1])
-    named = [a.name for a in func._schema.arguments]
-    other = next(
-        f
-        for f in (getattr(forms, o) for o in forms.overloads())
-        if [a.name for a in f._schema.arguments] == named and "out" not in f._overloadname
-    )
-    seen = dispatch(other, args, kwargs)
+    seen = dispatch(returning(func), args, kwargs)
     x._local, x._spec = seen._local, seen._spec
     with no_dispatch():
         func(*args, **kwargs)  # the wrapper's own sizes

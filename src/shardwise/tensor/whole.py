@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
+from shardwise.tensor.prepare import Prepared
 
 __all__ = ["check_operands", "gathered", "is_held", "off_mesh", "on_whole", "write_back", "written_by"]
 
@@ -30,7 +31,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(t for t in found if isinstance(t, DTensor))
     plans = [_to_whole(t) for t in found if isinstance(t, DTensor)]
     mind(func, plans)
-    _say_once(func, plans)
+    _say_once(func, [t._spec for t in found if isinstance(t, DTensor)], plans)
     written = written_by(func, args, kwargs)
     whole: dict[int, Tensor] = {}
     for t in found:
@@ -55,7 +56,7 @@ def _to_whole(t: DTensor) -> Plan:
     return plan_redistribute(t.layout, Layout.replicated(t.shape, t.layout.axes), t.dtype.itemsize)
 
 
-def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Any:
     """An op on a rank that is not on the mesh: it holds nothing and makes nothing, of the right shape and dtype."""
     if written_by(func, args, kwargs):
         return args[0]
@@ -71,15 +72,18 @@ def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             why="this rank holds nothing of the tensor, and the op's result depends on its values",
             fix="call it only where mesh.get_coordinate() is not None",
         ) from error
-    return _nothing(result, first)
+    return _nothing(result, first, None if recipe is None else iter(recipe.outputs))
 
 
-def _nothing(result: Any, first: DTensor) -> Any:
+def _nothing(result: Any, first: DTensor, specs: Iterator[Spec] | None) -> Any:
     if isinstance(result, Tensor):
         layout = Layout.replicated(result.shape, first.layout.axes)
-        spec = Spec(first.device_mesh, layout, result.dtype, result.shape, tuple(result.stride()))
+        whole = Spec(first.device_mesh, layout, result.dtype, result.shape, tuple(result.stride()))
+        spec = whole if specs is None else next(specs)
         return DTensor(first._local_tensor.new_empty(0, dtype=result.dtype), spec)
-    return type(result)(_nothing(r, first) for r in result) if isinstance(result, list | tuple) else result
+    if isinstance(result, list | tuple):
+        return type(result)([_nothing(r, first, specs) for r in result])
+    return result
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
@@ -105,11 +109,17 @@ def _swap(value: Any, whole: dict[int, Tensor]) -> Any:
 # What an op made itself on the way (the index of x[[0, 3]], a mask) no Python name or stack refers to. The count
 # is that of such a tensor in an argument list, held in a loop or a parameter and passed on to `is_held`.
 _UNHELD = 6
+# What a product transposes is a weight that somebody passed, even if no name holds it any more.
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_UNHELD_BASE = 3  # the name in `is_held`, its argument, and the op that made it
 
 
 def is_held(t: Tensor) -> bool:
-    """Whether the program holds a tensor, and not only the arguments of the op that runs."""
-    return sys.getrefcount(t) > _UNHELD
+    """Whether the program holds a tensor, or what it is a view of, and not only the arguments of the op that runs."""
+    if sys.getrefcount(t) > _UNHELD:
+        return True
+    base = t._base
+    return base is not None and sys.getrefcount(base) > _UNHELD_BASE
 
 
 def _torchs_own(func: Any) -> bool:
@@ -134,7 +144,9 @@ def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                     why="an op runs on one mesh",
                     fix="distribute both over one mesh",
                 )
-        elif is_held(t) and not _counts_as_replicated(func, t):
+        elif (is_held(t) or (func in _PRODUCTS and t._base is not None)) and not _counts_as_replicated(
+            func, t
+        ):
             raise LayoutError(
                 f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
                 f"a plain tensor of shape {tuple(t.shape)} beside {first._spec}.",
@@ -194,13 +206,13 @@ def _wrap(result: Any, spec: Spec, written_whole: dict[int, DTensor], written: l
 _said: set[Any] = set()
 
 
-def _say_once(func: Any, plans: Sequence[Plan]) -> None:
-    key = (func, tuple(plan.source for plan in plans))
+def _say_once(func: Any, specs: Sequence[Spec], plans: Sequence[Plan]) -> None:
+    key = (func, tuple(specs))
     if key in _said:
         return
     if len(_said) < 10_000:
         _said.add(key)
     sent = sum(plan.bytes for plan in plans)
     if sent:
-        shown = ", ".join(str(plan.source) for plan in plans)
+        shown = ", ".join(map(str, specs))
         _log.warning("%s ran on the whole of %s: gathering it sent %s bytes", func, shown, f"{sent:,}")

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import map_ranks
-from shardwise.layout import LayoutError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.whole import gathered, write_back, written_by
 
-__all__ = ["View", "is_view", "remembered"]
+__all__ = ["View", "is_view", "remembered", "returning"]
 
 
 class View(DTensor):
@@ -56,12 +55,12 @@ class View(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         _bring_up(args, kwargs)
-        if torch.Tag.inplace_view in func.tags:
-            raise LayoutError(
-                f"{func} of a view in memory of its own, {args[0]._spec}.",
-                why="the view had to gather blocks, and it follows its base by the shape it was taken in",
-                fix="use the op that returns a new tensor",
-            )
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], View):
+            view, before = args[0], _of(args[0]._origin, args[0])
+            super().__torch_dispatch__(func, types, args, kwargs)
+            view._origin = (before, returning(func), args[1:], kwargs, None)
+            view._seen = _versions(before)
+            return view
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if is_view(func):
             return remembered(func, args, kwargs, result)
@@ -81,6 +80,17 @@ def is_view(func: Any) -> bool:
     """Whether an op's results share the memory of its first argument, by its schema."""
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
     return first is not None and not first.is_write
+
+
+def returning(func: Any) -> Any:
+    """The form that returns a new tensor of an op that changes its tensor's own shape."""
+    forms = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")[:-1])
+    named = [a.name for a in func._schema.arguments]
+    return next(
+        f
+        for f in (getattr(forms, o) for o in forms.overloads())
+        if [a.name for a in f._schema.arguments] == named and "out" not in f._overloadname
+    )
 
 
 def remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
