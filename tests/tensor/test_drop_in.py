@@ -813,3 +813,19 @@ def differences(want: Any, got: Any, at: str) -> Iterator[str]:
 def test_a_program_for_torch_does_the_same_here(workers: Workers, name: str) -> None:
     found = workers.run(compared, PROGRAMS[name])
     assert found == [[]] * 4, "\n".join(f"rank {r}: {d}" for r, ds in enumerate(found) for d in ds[:6])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "return DTensor.__module__",
+        "return [(1, {'a': torch.ones(1 + ('shardwise' in DTensor.__module__))})]",
+        "return torch.ones(2, dtype=torch.float64 if 'shardwise' in DTensor.__module__ else None)",
+        "return [1] * (1 + ('shardwise' in DTensor.__module__))",
+        "if 'shardwise' in DTensor.__module__: raise ValueError",
+        "raise (KeyError if 'shardwise' in DTensor.__module__ else IndexError)('\\n  why: \\n  fix: ')",
+        "raise ValueError(DTensor.__module__)",
+    ],
+)
+def test_the_comparison_finds_differences(workers: Workers, text: str) -> None:
+    assert all(workers.run(compared, text))

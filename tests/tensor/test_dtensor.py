@@ -185,6 +185,8 @@ def test_deepcopy_copies_grad_and_attributes_and_knows_what_it_has_seen(square):
     assert y is z
     assert y.note == "mine"
     assert y.grad is not x.grad
+    again, grad = copy.deepcopy([x, x.grad])
+    assert again.grad is grad
     assert y.grad.layout is x.grad.layout
     y.grad.zero_()
     assert torch.equal(whole(x.grad), torch.ones(4))
@@ -251,6 +253,26 @@ def test_detach_shares_memory_and_wants_no_gradient(square):
     y._local_tensor.ranks[1].fill_(9)
     assert whole(x).tolist() == [9, 9, 2, 3]
     assert x.data.layout is x.layout
+
+
+def test_data_can_be_set(square):
+    x = distribute_tensor(grid(4, 3).requires_grad_(), square, [Shard(0), R])
+    for dense, said in (
+        (grid(4, 3) + 1, [Shard(0), R]),
+        (grid(4, 3) + 2, [R, Shard(1)]),
+        (grid(2, 5), [Shard(1), R]),
+    ):
+        new = distribute_tensor(dense, square, said)
+        x.data = new
+        assert (x.layout, x.shape, x.stride(), x.requires_grad) == (new.layout, new.shape, new.stride(), True)
+        assert torch.equal(whole(x), dense)
+        new.zero_()  # it is the same memory
+        assert whole(x).sum() == 0
+    late = distribute_tensor(grid(4), square, [Shard(0), R]).redistribute(dp=R, async_op=True)
+    x.data = late
+    assert torch.equal(whole(x), grid(4))
+    with pytest.raises(TypeError, match=r"(?s)Tensor.*\n  why: .*\n  fix: "):
+        x.data = grid(4)
 
 
 def test_requires_grad_can_be_set_and_taken_back(square):
@@ -374,6 +396,44 @@ def test_modules_are_copied_and_saved(square):
         with torch.no_grad():
             other.w.zero_()
         assert torch.equal(whole(net.w), grid(6, 3))
+
+
+def test_modules_change_dtype_and_device(square):
+    net = Net(square, [Shard(0), R])
+    for change, dtype in (
+        (net.double, torch.float64),
+        (net.bfloat16, torch.bfloat16),
+        (net.float, torch.float32),
+    ):
+        change()
+        assert (net.w.dtype, net.w._local_tensor.dtype, net.w.placements) == (dtype, dtype, (Shard(0), R))
+        assert isinstance(net.w, nn.Parameter)
+        assert torch.equal(whole(net.w), grid(6, 3).to(dtype))
+    net.to("meta")
+    assert net.w.is_meta
+    net.to_empty(device="cpu")
+    assert (net.w.device.type, net.w._local_tensor.device.type, net.w.placements) == (
+        "cpu",
+        "cpu",
+        (Shard(0), R),
+    )
+
+
+def test_optimizers_change_the_blocks(square):
+    dense = nn.Parameter(grid(6, 3))
+    params = [
+        nn.Parameter(distribute_tensor(grid(6, 3), square, said))
+        for said in ([Shard(0), R], [Shard(1), Shard(0)])
+    ]
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=0.1)):
+        steps = [make([p]) for p in (dense, *params)]
+        for _ in range(2):
+            for p, step in zip((dense, *params), steps, strict=True):
+                step.zero_grad()
+                (p if p is dense else p.full_tensor()).square().sum().backward()
+                step.step()
+    for p in params:
+        torch.testing.assert_close(whole(p), dense.detach())
 
 
 def test_a_plain_tensor_is_not_loaded_into_a_dtensor(square):

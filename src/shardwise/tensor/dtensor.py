@@ -88,6 +88,22 @@ class DTensor(torch.Tensor):
             return torch.strided  # type: ignore[return-value]
         return self._spec.layout
 
+    @property
+    def data(self) -> DTensor:
+        """The tensor without its graph; setting it replaces the blocks and their layout."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[no-any-return, attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not isinstance(new, DTensor):
+            raise TypeError(
+                f"the data of a DTensor was set to {type(new).__name__}.\n"
+                "  why: nothing says how a plain tensor lies on the mesh\n"
+                "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
+            )
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._local, self._spec = new._local_tensor, new._spec
+
     @staticmethod
     def from_local(
         local_tensor: Tensor,
