@@ -351,3 +351,17 @@ def test_users_own_collectives():
         assert [b.item() for b in t.ranks] == [6, 6, 6, 6]
         with pytest.raises(RuntimeError, match=r"(?s)cannot run on simulated ranks.*\n  why: .*\n  fix: "):
             dist.send(t, 1)
+
+
+def test_the_users_own_collectives_follow_the_mesh_and_not_the_pattern_of_ranks():
+    with sw.simulate(4):
+        mesh = sw.DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("x", "y"))
+        t = sw.per_rank(lambda rank: torch.tensor([10.0**rank]))
+        torch.distributed.all_reduce(t, group=mesh.get_group("y"))
+        assert [b.item() for b in t.ranks] == [1001, 110, 110, 1001]
+        t = sw.per_rank(lambda rank: torch.tensor([10.0**rank]))
+        torch.distributed.all_reduce(t, group=mesh.get_group("x"))
+        assert [b.item() for b in t.ranks] == [11, 11, 1100, 1100]
+        t = sw.per_rank(lambda rank: torch.tensor([10.0**rank]))
+        torch.distributed.all_reduce(t, group=torch.distributed.new_group([0, 2]))
+        assert [b.item() for b in t.ranks] == [101, 10, 101, 1000]

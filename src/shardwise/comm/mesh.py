@@ -21,6 +21,7 @@ __all__ = [
     "coord_of",
     "current_mesh",
     "group_of",
+    "groups_along",
     "members_of",
     "peers_of",
 ]
@@ -113,6 +114,14 @@ def peers_of(coord: Coord, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tup
     for a in axes:
         out = [(*c[:a], i, *c[a + 1 :]) for c in out for i in range(sizes[a])]
     return tuple(out)
+
+
+def groups_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The ranks that talk to each other over some axes, each group in the order of its peers."""
+    names = axes_of(mesh)
+    coords = [names.coord(i) for i in range(names.count)]
+    rows = dict.fromkeys(peers_of(c, axes, names.sizes) for c in coords)
+    return [tuple(ranks[names.number(c)] for c in row) for ranks in siblings_of(mesh) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.ledger import Sent, is_counting, record
-from shardwise.comm.mesh import Coord, PerMesh, axes_of, coord_of, group_of, members_of, peers_of, siblings_of
+from shardwise.comm.mesh import (
+    Coord,
+    PerMesh,
+    axes_of,
+    coord_of,
+    group_of,
+    groups_along,
+    members_of,
+    peers_of,
+    siblings_of,
+)
 from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, recipe_for
@@ -143,7 +153,7 @@ def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
         return lambda block: lambda: PerRank({r: fn(_block(block, r)) for r, fn in local.items()})
     peers = {r: peers_of(c, step.axes, sizes) for r, c in members.items()}
     recipes = {r: recipe_for(step, c, peers[r], dtype) for r, c in members.items()}
-    groups = _groups(mesh, step.axes)
+    groups = groups_along(mesh, step.axes)
 
     def begin(block: Tensor) -> Callable[[], Tensor]:
         wires = {r: recipe.codec.encode(recipe.pack(_block(block, r))) for r, recipe in recipes.items()}
@@ -193,14 +203,6 @@ def _imagined(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
 
 def _block(blocks: Tensor, rank: int) -> Tensor:
     return blocks._blocks[rank] if isinstance(blocks, PerRank) else blocks
-
-
-def _groups(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The ranks that talk to each other over some axes, each group in the order of its peers."""
-    names = axes_of(mesh)
-    coords = [names.coord(i) for i in range(names.count)]
-    rows = dict.fromkeys(peers_of(c, axes, names.sizes) for c in coords)
-    return [tuple(ranks[names.number(c)] for c in row) for ranks in siblings_of(mesh) for row in rows]
 
 
 def _exchange(recipes: list[Recipe], wires: list[Tensor]) -> list[Tensor]:

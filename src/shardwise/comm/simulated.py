@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.mesh import groups_along
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.wire import reduce_all
 
-__all__ = ["collective"]
+__all__ = ["collective", "watching_meshes"]
 
 
 def collective(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -39,27 +43,37 @@ class _Done:
         return True
 
 
-def _groups(group: Any, held: PerRank) -> list[tuple[int, ...]]:
-    """Rank 0's group and its siblings: the same pattern of ranks, moved along until the world is covered.
+_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
-    That is what the groups of a mesh's axes are. If the pattern does not cover it, the group is alone.
-    """
-    world = list(held._blocks)
+
+@contextmanager
+def watching_meshes() -> Iterator[None]:
+    """Know the meshes that are made inside the block, for a group alone does not tell its siblings."""
+    made = DeviceMesh.__init__
+
+    def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        _meshes.add(self)
+
+    DeviceMesh.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = made  # type: ignore[method-assign]
+        _meshes.clear()
+
+
+def _groups(group: Any, held: PerRank) -> list[tuple[int, ...]]:
+    """Rank 0's group and, if it is of an axis of a mesh, the groups of the other ranks along that axis."""
     if group is None:
-        return [tuple(world)]
+        return [tuple(held._blocks)]
     if isinstance(group, str):
         group = _resolve_process_group(group)  # type: ignore[arg-type]
-    pattern = dist.get_process_group_ranks(group)
-    found: list[tuple[int, ...]] = []
-    free = set(world)
-    for r in world:
-        if r in free:
-            moved = tuple(r + p - pattern[0] for p in pattern)
-            if not free.issuperset(moved):
-                return [tuple(pattern)]
-            free -= set(moved)
-            found.append(moved)
-    return found
+    for mesh in _meshes:
+        names = getattr(mesh, "_dim_group_names", ())
+        if group.group_name in names and len(names) == mesh.ndim:
+            return groups_along(mesh, (names.index(group.group_name),))
+    return [tuple(dist.get_process_group_ranks(group))]
 
 
 def _per_group(x: PerRank, group: Any, fn: Callable[[list[Tensor]], list[Tensor]]) -> PerRank:

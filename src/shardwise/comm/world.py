@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from shardwise.comm.mesh import Coord, coord_of, members_of
 from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
+from shardwise.comm.simulated import watching_meshes
 
 __all__ = ["is_simulated", "on_mesh", "per_rank", "simulate"]
 
@@ -58,7 +59,8 @@ def simulate(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=world_size)
     _simulated.append(world_size)
     try:
-        yield
+        with watching_meshes():
+            yield
     finally:
         _simulated.pop()
         _mesh_resources.mesh_stack[:] = stack
