@@ -22,8 +22,8 @@ def plan_redistribute(
 ) -> Plan:
     """The plan from `source` to `target` for elements of `itemsize` bytes.
 
-    No layout on the way has larger blocks than both ends, unless there is no other way; among such plans it is
-    the cheapest under `model`, and among equals the one with the fewest steps.
+    Of the ways that `steps_towards` offers it is one on which no layout has larger blocks than both ends, if there
+    is one; of those the cheapest under `model`, and among equals the one with the fewest steps.
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> axes = Axes((2, 2), ("dp", "tp"))

@@ -12,6 +12,7 @@ from shardwise.layout import Layout
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.prepare import prepare
+from shardwise.tensor.whole import on_whole
 
 __all__ = ["FUSED", "each", "fused", "prepare_foreach"]
 
@@ -19,17 +20,22 @@ _Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _FORMS = {"List": "Tensor", "ScalarList": "Scalar"}
 
 
-def _single(func: Any) -> Any:
-    """The op that a foreach op does to each place of its lists."""
-    name = func._schema.name.removeprefix("aten::_foreach_")
-    packet = getattr(torch.ops.aten, {"norm": "linalg_vector_norm", "max": "amax"}.get(name, name))
-    said = func._overloadname
-    if name.startswith("pow"):
+def _single(func: Any) -> Any | None:
+    """The op that a foreach op does to each place of its lists, or None if torch has none."""
+    name, said = func._schema.name.removeprefix("aten::_foreach_"), func._overloadname
+    if said in ("Scalar", "ScalarList"):
+        name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+    packet = getattr(torch.ops.aten, {"norm": "linalg_vector_norm", "max": "amax"}.get(name, name), None)
+    if packet is None:
+        return None
+    if name == "pow":
         said = {"ScalarAndTensor": "Scalar", "List": "Tensor_Tensor"}.get(said, "Tensor_Scalar")
+    if said in ("Scalar", "ScalarList") and name.startswith("clamp"):
+        said = "default"
     for overload in (_FORMS.get(said, said), "default", "Tensor", "Scalar"):
         if overload in packet.overloads():
             return getattr(packet, overload)
-    raise NotImplementedError(f"{func} has no form for one tensor")
+    return None
 
 
 def _places(
@@ -58,6 +64,8 @@ def _writes(func: Any) -> bool:
 def prepare_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run | None:
     """How to run the kernel on the blocks themselves: if at each place the op for one tensor would move nothing."""
     single = _single(func)
+    if single is None:
+        return None
     specs = []
     for here, keyed in _places(func, args, kwargs):
         recipe = prepare(single, tuple(here), keyed) if any(isinstance(a, DTensor) for a in here) else None
@@ -82,6 +90,8 @@ def _blocks(value: Any) -> Any:
 def each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op for one tensor at each place, one after the other."""
     single = _single(func)
+    if single is None:
+        return on_whole(func, args, kwargs)
     out = [single(*here, **keyed) for here, keyed in _places(func, args, kwargs)]
     return None if _writes(func) else out
 
