@@ -609,3 +609,13 @@ def test_ops_differentiate(square):
         assert (x.grad.shape, y.grad.shape) == (u.shape, v.shape)
         torch.testing.assert_close(whole(x.grad), u.grad)
         torch.testing.assert_close(whole(y.grad), v.grad)
+
+
+def test_a_view_of_blocks_that_are_not_dense_shares_their_memory(square):
+    blocks = sw.per_rank(lambda rank: torch.arange(24.0).view(4, 6)[:, ::2] + rank)
+    x = DTensor.from_local(blocks, square, [Shard(0), Shard(1)])
+    y = x.view(48)
+    y.zero_()
+    assert whole(x).abs().sum() == 0
+    x.add_(1)
+    assert torch.equal(whole(y), torch.ones(48))

@@ -221,7 +221,28 @@ def _general(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[st
         )
     if _writes(func):
         return args[0]
+    if recipe.regroups and recipe.moves[0] is None and is_view(func):
+        _rejoin(args[0], result)
     return _wrapped(result, iter(recipe.outputs))
+
+
+def _rejoin(x: DTensor, seen: Tensor) -> None:
+    """Where a block was not dense enough to be seen in another shape, and so was copied: let it be the copy.
+
+    Then the tensor and its view share memory, as they do elsewhere. No other rank need do the same.
+    """
+    block = x._local_tensor
+    if isinstance(block, PerRank) and isinstance(seen, PerRank):
+        parts = {r: _rejoined(b, seen.of_rank(r)) for r, b in block._blocks.items()}
+        if any(parts[r] is not b for r, b in block._blocks.items()):
+            x._local = PerRank(parts)
+    else:
+        x._local = _rejoined(block, seen)
+
+
+def _rejoined(block: Tensor, seen: Tensor) -> Tensor:
+    copied = seen.is_contiguous() and not block.is_contiguous()
+    return seen.view(block.shape) if copied else block
 
 
 def _joined(results: dict[Any, Any]) -> Any:

@@ -36,6 +36,7 @@ class Prepared:
     outputs: tuple[Spec, ...]
     mesh: DeviceMesh
     simulated: bool
+    regroups: bool = False  # the result is the first tensor's elements in another shape
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
@@ -85,7 +86,7 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
     )
     pairs = zip(layouts, choice.inputs, sizes, strict=True)
     moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
-    return Prepared(moves, programs, outputs, mesh, simulated)
+    return Prepared(moves, programs, outputs, mesh, simulated, regroups=rule is None)
 
 
 def row_name(func: Any) -> tuple[str, bool]:
