@@ -612,7 +612,7 @@ def test_ops_differentiate(square):
 
 
 def test_a_view_of_blocks_that_are_not_dense_shares_their_memory(square):
-    blocks = sw.per_rank(lambda rank: torch.arange(24.0).view(4, 6)[:, ::2] + rank)
+    blocks = sw.per_rank(lambda rank: (torch.arange(24.0) + rank).view(4, 6)[:, :3])
     x = DTensor.from_local(blocks, square, [Shard(0), Shard(1)])
     y = x.view(48)
     y.zero_()
