@@ -863,3 +863,24 @@ def test_r52_what_is_replicated_stays_so(square, program):
     assert isinstance(out.to_local(), PerRank)
     assert all(b.shape == out.shape for b in out.to_local().ranks)
     same(out, program(numbers((4, 6), 1), numbers((4, 6), 2)))
+
+
+@cases("dim", [0, 1, None])
+def test_a_complex_product_over_a_split_dim(dim):
+    dense = torch.complex(numbers((5, 3), 1).double(), numbers((5, 3), 2).double())
+    want = dense.prod() if dim is None else dense.prod(dim)
+    with simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for place in (Shard(0), Shard(1)):
+            x = sw.distribute_tensor(dense, mesh, [place])
+            got = x.prod() if dim is None else x.prod(dim)
+            torch.testing.assert_close(got.full_tensor().ranks[1], want)
+
+
+@cases("dtype", [torch.bfloat16, torch.complex64, torch.float32])
+def test_an_expanded_block_moves_as_bits(dtype):
+    with simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        one = torch.ones((), dtype=dtype)
+        x = DTensor.from_local(sw.per_rank(lambda rank: one.clone().expand(3)), mesh, [Shard(0)])
+        assert torch.equal(x.full_tensor().ranks[1], torch.ones(6, dtype=dtype))
