@@ -46,7 +46,9 @@ def move_codec(dtype: torch.dtype) -> Codec:
     """For values that are moved and never looked at."""
     if dtype in _CARRIED:
         return _AS_IS
-    return Codec(lambda t: _plain(t).view(torch.uint8), lambda t: t.view(dtype), scale=dtype.itemsize)
+    return Codec(
+        lambda t: _plain(t).contiguous().view(torch.uint8), lambda t: t.view(dtype), scale=dtype.itemsize
+    )
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -97,6 +99,7 @@ def reduce_codec(dtype: torch.dtype, op: str) -> Codec:
     if dtype is torch.bool:
         return Codec(lambda t: t.to(torch.uint8), lambda t: t.to(torch.bool), _BOOL_OPS[op])
     if dtype.is_complex:
+        check_reducible(dtype, op)  # real and imaginary parts go as numbers of their own, which only add
         return Codec(
             lambda t: torch.view_as_real(_plain(t)).flatten(), lambda t: _as_complex(t, dtype), op, 2
         )

@@ -37,6 +37,9 @@ def reduction(
     def build(call: Call) -> Rule | None:
         over = dims(call)
         before, after = reduction_letters(call, over)
+        if op != "sum" and call.dtypes[0].startswith("complex"):
+            # such parts cannot be pending, so what is reduced must be whole
+            before = tuple(None if i in over else x for i, x in enumerate(before))
         return Rule(
             inputs=(before,),
             outputs=(after,) * len(call.outputs),
