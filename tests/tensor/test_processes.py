@@ -509,3 +509,22 @@ def test_axes_of_the_meshes():
     assert found["permuted"] == Axes((2, 2), ("dp", "tp"))
     assert facts("permuted")[1] == {0: (1, 0), 1: (0, 1), 2: (1, 1), 3: (0, 0)}
     assert facts("sub-mesh dp of permuted")[2] == [[3, 0], [1, 2]]
+
+
+def in_compiled_code() -> tuple[bool, bool]:
+    """A result still on its way goes into a compiled function, and one is made inside of another."""
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dense = torch.arange(30.0).view(5, 6)
+    x = sw.distribute_tensor(dense, mesh, [sw.Shard(0)])
+    late = x.redistribute(tp=sw.Replicate(), async_op=True)
+    doubled = torch.compile(lambda t: t + t, backend="aot_eager", fullgraph=True)(late)
+    moved = torch.compile(
+        lambda t: t.redistribute(placements=[sw.Shard(1)], async_op=True) * 3,
+        backend="aot_eager",
+        fullgraph=True,
+    )(x)
+    return torch.equal(doubled.full_tensor(), dense * 2), torch.equal(moved.full_tensor(), dense * 3)
+
+
+def test_async_results_are_there_in_compiled_code(workers):
+    assert workers.run(in_compiled_code) == [(True, True)] * 4
