@@ -1,11 +1,13 @@
 """Ops along a split dim: with large rows they exchange statistics, and the answer is the dense one."""
 
+import math
+
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise.comm import counting
-from shardwise.tensor import statistics
+from shardwise.tensor import offers, statistics
 
 CASES = {
     "softmax": lambda x: x.softmax(-1),
@@ -27,17 +29,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [7, 9])  # over 4 ranks the last block is short, or empty
 def test_the_answer_and_the_gradient_are_the_dense_ones(name, size, monkeypatch):
-    # any exchange is cheaper than any gathering, so that small tensors take this way too
-    fast = sw.CostModel(latency=0.0, bandwidth=1.0)
+    # gathering costs the world, so that small tensors take this way too
+    monkeypatch.setattr("shardwise.tensor.offers.seconds_of", lambda plans: math.inf if any(plans) else 0.0)
     chosen = []
-
-    def cheap(func, recipe, args):
-        out = original(func, recipe, args, fast)
-        chosen.append(out)
-        return out
-
-    original = statistics.by_statistics
-    monkeypatch.setattr("shardwise.tensor.dispatch.by_statistics", cheap)
+    for op, make in statistics.OFFERS.items():
+        watched = _watched(make, chosen)
+        monkeypatch.setitem(offers.OFFERS, op, watched)
     torch.manual_seed(0)
     dense = torch.randn(3, size, dtype=torch.float64, requires_grad=True)
     want = CASES[name](dense)
@@ -54,6 +51,15 @@ def test_the_answer_and_the_gradient_are_the_dense_ones(name, size, monkeypatch)
         got.cos().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor().ranks[1], dense.grad)
     assert any(chosen)
+
+
+def _watched(make, chosen):
+    def watched(*call):
+        offer = make(*call)
+        chosen.append(offer)
+        return offer
+
+    return watched
 
 
 def test_large_rows_are_not_gathered():

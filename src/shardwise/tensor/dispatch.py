@@ -14,9 +14,9 @@ from shardwise.layout import Spec
 from shardwise.rules.table import TABLE
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
+from shardwise.tensor.offers import better
 from shardwise.tensor.policy import mind, replicates
 from shardwise.tensor.prepare import Prepared, prepare, row_name, tensors_in
-from shardwise.tensor.statistics import by_statistics
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
 from shardwise.tensor.write_through import is_view, remembered, returning
 
@@ -94,7 +94,7 @@ def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     if torch.Tag.inplace_view in func.tags:
         return lambda a, k: _become(func, a, k)
     recipe = prepare(func, args, kwargs)
-    if (program := by_statistics(func, recipe, args)) is not None:
+    if (program := better(func, recipe, args, kwargs)) is not None:
         return lambda a, k: program(*a, **k)
     if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
         return lambda a, k: remembered(func, a, k, _moved(func, recipe, a, k))

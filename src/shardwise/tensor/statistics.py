@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.plan import CostModel
 from shardwise.plan.cost import DEFAULT_COSTS
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.offer import Maker, Offer
 from shardwise.tensor.prepare import Prepared
 
-__all__ = ["by_statistics"]
+__all__ = ["OFFERS"]
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -111,21 +111,20 @@ _OPS: dict[Any, tuple[int, Callable[..., Any]]] = {
 }
 
 
-def by_statistics(
-    func: Any, recipe: Prepared | None, args: tuple[Any, ...], model: CostModel = DEFAULT_COSTS
-) -> Callable[..., Any] | None:
-    """The op as a program of others that exchange statistics, if that is cheaper than gathering its input."""
-    known = _OPS.get(func)
-    if known is None or recipe is None or not recipe.moves or recipe.moves[0] is None:
-        return None
-    x: DTensor = args[0]
-    plan = recipe.moves[0]
-    wide = x.dtype in (torch.float32, torch.float64)
-    if not wide or not plan.collectives or x._spec.layout.partial or 0 in x.shape:
-        return None
-    gathering = sum(model.seconds(step, plan.itemsize) for step in plan.steps)
-    count, run = known
-    over = [d for d, (a, b) in enumerate(zip(plan.source.dims, plan.target.dims, strict=True)) if a != b]
-    sent = 2 * plan.itemsize * math.prod(x.shape) // math.prod(x.shape[d] for d in over)
-    latency, width = model.pace(tuple(range(len(x._spec.layout.axes))))
-    return run if count * (latency + sent / width) < gathering or count == 1 else None
+def _maker(count: int, run: Callable[..., Any]) -> Maker:
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
+        x: DTensor = args[0]
+        plan = None if recipe is None else recipe.moves[0]
+        # in a narrow dtype the parts would be rounded before they are added
+        wide = x.dtype in (torch.float32, torch.float64)
+        if plan is None or not wide or x._spec.layout.partial or 0 in x.shape:
+            return None
+        over = [d for d, (a, b) in enumerate(zip(plan.source.dims, plan.target.dims, strict=True)) if a != b]
+        sent = 2 * plan.itemsize * math.prod(x.shape) // math.prod(x.shape[d] for d in over)
+        latency, width = DEFAULT_COSTS.pace(tuple(range(len(x._spec.layout.axes))))
+        return Offer(count * (latency + sent / width), run)
+
+    return make
+
+
+OFFERS: dict[Any, Maker] = {op: _maker(count, run) for op, (count, run) in _OPS.items()}

@@ -19,7 +19,16 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
 from shardwise.tensor.prepare import Prepared
 
-__all__ = ["check_operands", "gathered", "is_held", "off_mesh", "on_whole", "write_back", "written_by"]
+__all__ = [
+    "check_operands",
+    "gathered",
+    "is_held",
+    "off_mesh",
+    "on_whole",
+    "plans_to_whole",
+    "write_back",
+    "written_by",
+]
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
@@ -29,7 +38,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The last rung: gather the inputs, run the op on the whole, and say so once."""
     found = _tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
-    plans = [_to_whole(t) for t in found if isinstance(t, DTensor)]
+    plans = plans_to_whole(found)
     mind(func, plans)
     _say_once(func, [t._spec for t in found if isinstance(t, DTensor)], plans)
     written = written_by(func, args, kwargs)
@@ -52,8 +61,13 @@ def gathered(func: Any, t: DTensor) -> Tensor:
     return map_ranks(lambda w: w.new_empty_strided(t.shape, t._spec.stride).copy_(w), whole)  # type: ignore[no-any-return]
 
 
-def _to_whole(t: DTensor) -> Plan:
-    return plan_redistribute(t.layout, Layout.replicated(t.shape, t.layout.axes), t.dtype.itemsize)
+def plans_to_whole(found: Sequence[Tensor]) -> list[Plan]:
+    """What gathers each DTensor among some tensors."""
+    return [
+        plan_redistribute(t.layout, Layout.replicated(t.shape, t.layout.axes), t.dtype.itemsize)
+        for t in found
+        if isinstance(t, DTensor)
+    ]
 
 
 def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Any:

@@ -1,0 +1,31 @@
+"""Choosing between an op's row and what others offer for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.tensor import statistics
+from shardwise.tensor.offer import Maker, seconds_of
+from shardwise.tensor.prepare import Prepared, tensors_in
+from shardwise.tensor.whole import plans_to_whole
+
+__all__ = ["OFFERS", "better"]
+
+# By op. A family of programs is a file with such a dictionary.
+OFFERS: dict[Any, Maker] = {**statistics.OFFERS}
+
+
+def better(
+    func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """What is offered for a call, if it is cheaper than the row's recipe, or than the whole where there is none."""
+    make = OFFERS.get(func)
+    if make is None:
+        return None
+    plans = plans_to_whole(tensors_in([*args, *kwargs.values()])) if recipe is None else recipe.moves
+    known = seconds_of(plans)
+    if known == 0.0:
+        return None
+    offer = make(args, kwargs, recipe)
+    return None if offer is None or offer.seconds >= known else offer.run
