@@ -16,7 +16,6 @@ from tests.values import EVERY, REDUCED, same_bits, some_layout, take, tensor, v
 import shardwise as sw
 from shardwise import DTensor, Partial, PerRank, Replicate, Shard, plan_redistribute, simulate
 from shardwise.comm import (
-    Pending,
     axes_of,
     coord_of,
     counting,
@@ -27,6 +26,7 @@ from shardwise.comm import (
     siblings_of,
 )
 from shardwise.layout import Axes, Layout, block_offset, owned
+from shardwise.tensor.awaited import Awaited
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 
@@ -300,7 +300,7 @@ def waited_for(name, use, count):
         x = tensor(whole, Layout.of((5, 3), axes_of(mesh), source), mesh, number)
         y = x.redistribute(placements=[Replicate()], async_op=True)
         if coord_of(mesh) is not None and not is_simulated():
-            assert isinstance(y._local, Pending)
+            assert isinstance(y, Awaited)
         cases.append(y)
     out = []
     for y in reversed(cases):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, run, start
+from shardwise.comm import Pending, PerRank, run, start
 from shardwise.layout import Layout, Spec, global_stride
 from shardwise.plan import Plan, plan_redistribute
+from shardwise.tensor.awaited import Awaited
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "contiguous_stride", "grad_layout", "redistributed"]
@@ -62,7 +63,8 @@ class Redistribute(torch.autograd.Function):
             return DTensor(local.view_as(local), same)
         spec = Spec(spec.mesh, target, forward, spec.shape, contiguous_stride(target.shape))
         go = start if async_op and not torch.compiler.is_compiling() else run
-        return DTensor(go(_plan(x._spec, target, forward), local, spec.mesh), spec)
+        moved = go(_plan(x._spec, target, forward), local, spec.mesh)
+        return Awaited(moved, spec) if isinstance(moved, Pending) else DTensor(moved, spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Pending, PerRank, axes_of, check_reducible
+from shardwise.comm import PerRank, axes_of, check_reducible
 from shardwise.layout import Layout, LayoutError, Placement, Replicate, Spec
 from shardwise.tensor.errors import MeshError
 
 __all__ = ["DTensor"]
-
-
-_NO_KWARGS: dict[str, Any] = {}
 
 
 class DTensor(torch.Tensor):
@@ -33,42 +30,23 @@ class DTensor(torch.Tensor):
             [11.]]) True
     """
 
-    _local: Tensor | Pending
+    _local_tensor: Tensor
     _spec: Spec
-    __slots__ = ("_local", "_spec")
+    __slots__ = ("_local_tensor", "_spec")
 
     @staticmethod
-    def __new__(cls, local_tensor: Tensor | Pending, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            spec.shape,
-            strides=spec.stride,
-            dtype=spec.dtype,
-            device=local_tensor.device,
-            requires_grad=requires_grad,
-        )
-        self._local = local_tensor
-        self._spec = spec
-        return self
+    def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        # half the price of `_make_wrapper_subclass`: it reads `spec.tensor_meta` and sets both slots itself
+        make: Any = torch.Tensor._dtensor__new__
+        if not isinstance(local_tensor, PerRank) and local_tensor.requires_grad:
+            local_tensor = local_tensor.detach()
+        return make(cls, local_tensor, spec, requires_grad=requires_grad)  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     # Functions on a DTensor are those of torch; only the ops beneath autograd are ours.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch.dispatch(func, args, kwargs or _NO_KWARGS)
-
-    @property
-    def _local_tensor(self) -> Tensor:
-        """The block of this rank, waited for if it is still on its way."""
-        if isinstance(self._local, Pending):
-            self._local = self._local.wait()
-        return self._local
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -102,7 +80,7 @@ class DTensor(torch.Tensor):
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        self._local, self._spec = new._local_tensor, new._spec
+        self._local_tensor, self._spec = new._local_tensor, new._spec
 
     @staticmethod
     def from_local(
@@ -226,7 +204,7 @@ class DTensor(torch.Tensor):
         copy = type(self)(
             _each(local, lambda t: t.clone()), self._spec, requires_grad=self.requires_grad
         )  # fmt: skip
-        copy.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_local", "_spec")})
+        copy.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_local_tensor", "_spec")})
         memo[id(self)] = copy
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
@@ -247,5 +225,7 @@ def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> D
 
 # These make DTensors, so they can only come after it.
 from shardwise.tensor import autograd as _autograd  # noqa: E402
-from shardwise.tensor import dispatch as _dispatch  # noqa: E402
 from shardwise.tensor import local as _local  # noqa: E402
+from shardwise.tensor.dispatch import dispatch  # noqa: E402
+
+DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import map_ranks
+from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
@@ -73,12 +73,28 @@ def prepare_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return None
         specs.append(recipe.outputs[0])
     writes = _writes(func)
+    lists = [_is_list_of_blocks(a) for a in args]
+    if kwargs or not any(lists) or any(isinstance(a, DTensor) for a in args):
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = map_ranks(func, *[_blocks(a) for a in args], **{k: _blocks(v) for k, v in kwargs.items()})
-        return None if writes else [DTensor(r, spec) for r, spec in zip(result, specs, strict=True)]
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found = map_ranks(func, *[_blocks(a) for a in args], **{k: _blocks(v) for k, v in kwargs.items()})
+            return None if writes else [DTensor(r, spec) for r, spec in zip(found, specs, strict=True)]
 
-    return run
+        return run
+    op = func._op
+
+    def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = op(*[[t._local_tensor for t in a] if li else a for a, li in zip(args, lists, strict=True)])
+        return None if writes else [DTensor(r, spec) for r, spec in zip(found, specs, strict=True)]
+
+    return direct
+
+
+def _is_list_of_blocks(value: Any) -> bool:
+    """Whether an argument is a list of nothing but DTensors, each with one block: that of this rank."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(t, DTensor) and not isinstance(t._local_tensor, PerRank) for t in value
+    )
 
 
 def _blocks(value: Any) -> Any:

@@ -37,6 +37,7 @@ class Prepared:
     mesh: DeviceMesh
     simulated: bool
     regroups: bool = False  # the result is the first tensor's elements in another shape
+    shape: tuple[int, ...] | None = None  # this rank's block of it, then
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
@@ -86,7 +87,9 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
     )
     pairs = zip(layouts, choice.inputs, sizes, strict=True)
     moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
-    return Prepared(moves, programs, outputs, mesh, simulated, regroups=rule is None)
+    me = None if simulated else coord_of(mesh)
+    shape = block_shape(choice.outputs[0], me) if rule is None and me is not None else None
+    return Prepared(moves, programs, outputs, mesh, simulated, regroups=rule is None, shape=shape)
 
 
 def row_name(func: Any) -> tuple[str, bool]:

@@ -19,6 +19,9 @@ from shardwise.tensor.whole import gathered, write_back, written_by
 __all__ = ["View", "is_view", "remembered", "returning"]
 
 
+_held: Any = DTensor._local_tensor  # the slot itself: no view is brought up to date by reading it
+
+
 class View(DTensor):
     """A view in memory of its own: the `number`-th result of `func` on `base`, or the only one.
 
@@ -45,9 +48,13 @@ class View(DTensor):
             base, func, args, kwargs, number = self._origin
             with torch.no_grad():
                 result = func(base, *args, **kwargs)
-            self._local = (result if number is None else result[number])._local
+            self._local_tensor = _held.__get__(result if number is None else result[number])
             self._seen = _versions(base)
-        return super()._local_tensor
+        return _held.__get__(self)  # type: ignore[no-any-return]
+
+    @_local_tensor.setter
+    def _local_tensor(self, block: Tensor) -> None:
+        _held.__set__(self, block)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -101,7 +108,7 @@ def remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 
 def _of(origin: tuple[Any, ...], result: Any) -> View:
-    out = View(result._local, result._spec)
+    out = View(_held.__get__(result), result._spec)
     out._origin, out._seen = origin, _versions(origin[0])
     return out
 
@@ -126,7 +133,7 @@ def _write_through(view: View) -> None:
     whole = gathered(func, base)
     seen = map_ranks(func, whole, *args, **kwargs)
     copy = torch.ops.aten.copy_.default
-    value = gathered(copy, DTensor(view._local, view._spec))
+    value = gathered(copy, DTensor(_held.__get__(view), view._spec))
     map_ranks(copy, seen if number is None else seen[number], value)
     write_back(base, whole)
     base.__dict__["_written_through"] = base.__dict__.get("_written_through", 0) + 1
