@@ -18,6 +18,8 @@ from shardwise.tensor.general import general, writes
 from shardwise.tensor.offers import better
 from shardwise.tensor.policy import replicates
 from shardwise.tensor.prepare import Prepared, prepare, row_name
+from shardwise.tensor.programs import is_composite
+from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
 from shardwise.tensor.write_through import is_view, remembered, returning
 
@@ -180,12 +182,14 @@ def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     if torch.Tag.inplace_view in func.tags:
         return lambda a, k: _become(func, a, k)
     recipe = prepare(func, args, kwargs)
+    if recipe is None and is_composite(func):
+        return lambda a, k: func.decompose(*a, **k)
     if (program := better(func, recipe, args, kwargs)) is not None:
         return lambda a, k: program(*a, **k)
     if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
         return lambda a, k: remembered(func, a, k, _moved(func, recipe, a, k))
     if recipe is None:
-        return lambda a, k: on_whole(func, a, k)
+        return cheaper_program(func, args, kwargs) or (lambda a, k: on_whole(func, a, k))
     return _direct(func, recipe, args, kwargs) or (lambda a, k: general(func, recipe, a, k))
 
 

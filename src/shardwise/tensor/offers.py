@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.tensor import statistics
-from shardwise.tensor.offer import Maker, seconds_of
+from shardwise.tensor.offer import Maker, Offer, seconds_of
 from shardwise.tensor.prepare import Prepared, tensors_in
 from shardwise.tensor.whole import plans_to_whole
 
-__all__ = ["OFFERS", "better"]
+__all__ = ["OFFERS", "better", "offered"]
 
 # By op. A family of programs is a file with such a dictionary.
 OFFERS: dict[Any, Maker] = {**statistics.OFFERS}
@@ -20,12 +20,17 @@ def better(
     func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
     """What is offered for a call, if it is cheaper than the row's recipe, or than the whole where there is none."""
-    make = OFFERS.get(func)
-    if make is None:
+    if func not in OFFERS:
         return None
     plans = plans_to_whole(tensors_in([*args, *kwargs.values()])) if recipe is None else recipe.moves
     known = seconds_of(plans)
-    if known == 0.0:
-        return None
-    offer = make(args, kwargs, recipe)
+    offer = offered(func, recipe, args, kwargs) if known else None
     return None if offer is None or offer.seconds >= known else offer.run
+
+
+def offered(
+    func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Offer | None:
+    """What is offered for a call, if anything."""
+    make = OFFERS.get(func)
+    return None if make is None else make(args, kwargs, recipe)

@@ -18,7 +18,7 @@ from shardwise.rules.shape import REGROUPED
 from shardwise.rules.table import TABLE
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Prepared", "prepare", "row_name", "tensors_in"]
+__all__ = ["Prepared", "made", "prepare", "row_name", "tensors_in"]
 
 _Program = Callable[[Sequence[Tensor]], Any]
 
@@ -56,8 +56,8 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
     name, in_place = row_name(func)
     if name not in TABLE and (name not in REGROUPED or in_place):
         return None
-    made = _made(func, args, kwargs)
-    if made is None:
+    results = made(func, args, kwargs)
+    if results is None:
         return None
     found = tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
@@ -66,7 +66,7 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
         t.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, axes_of(mesh)) for t in found
     ]
     sizes = [t.dtype.itemsize for t in found]
-    call = _call(name, func, args, kwargs, found, made)
+    call = _call(name, func, args, kwargs, found, results)
     rule = None if name in REGROUPED else TABLE[name].build(call)
     choice: Choice | None
     if name in REGROUPED:
@@ -83,7 +83,7 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
         return None
     outputs = tuple(
         Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
-        for layout, meta in zip(choice.outputs, (m for m in made if m is not None), strict=True)
+        for layout, meta in zip(choice.outputs, (m for m in results if m is not None), strict=True)
     )
     pairs = zip(layouts, choice.inputs, sizes, strict=True)
     moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
@@ -102,7 +102,7 @@ def row_name(func: Any) -> tuple[str, bool]:
     return "", True
 
 
-def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None] | None:
+def made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None] | None:
     """What the op makes of tensors of the global shapes, on the meta device; None where it cannot say."""
     try:
         result = func(*_on_meta(args), **_on_meta(kwargs))
