@@ -13,7 +13,9 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, PerRank, Replicate, Shard, simulate
 from shardwise.comm import axes_of, counting, members_of
+from shardwise.experimental import local_map
 from shardwise.layout import block_offset, block_shape, parse_layout
+from shardwise.parallel import loss_parallel
 from shardwise.tensor.dispatch import _ops
 
 
@@ -314,6 +316,19 @@ def test_r14_class_weights(square, scores, weight, how):
         check(square, loss, *given, (labels, where))
 
 
+@cases("lies", ["[4, 7:tp]", "[4:dp, 7:tp]", "[4, 7:dp,tp]", "[4, 7]"])
+def test_r15_a_log_softmax_that_feeds_no_cross_entropy(square, lies):
+    target = torch.tensor([1, 6, 0, 3])
+
+    def program(x):
+        there = sw.distribute_tensor(target, square) if isinstance(x, DTensor) else target
+        with loss_parallel():
+            scores = x.log_softmax(-1)
+            return [scores * scores, F.cross_entropy(x, there), F.nll_loss(scores, there, reduction="sum")]
+
+    check(square, program, lies)
+
+
 # Views
 
 
@@ -529,6 +544,14 @@ def test_r26_places_of_empty_blocks(square, n):
     check(square, lambda x: [x.sum(), x * 2, x.mean(), x.max()], f"[{n}:dp,tp]")
 
 
+def test_r27_blocks_that_are_not_the_chunked_sizes_are_found_out(line):
+    wrong = sw.per_rank(lambda rank: torch.zeros((1, 3, 3)[rank], 4))  # 7 rows are cut 3, 3, 1
+    with pytest.raises(LayoutError, match="do not make up"):
+        DTensor.from_local(wrong, line, [Shard(0)], run_check=True)
+    with pytest.raises(LayoutError, match="do not make up"):
+        DTensor.from_local(wrong, line, [Shard(0)], run_check=True, shape=(7, 4))
+
+
 def test_r28_a_given_shape_is_the_shape_on_each_rank(line):
     whole = numbers((5, 10))
     blocks = whole.chunk(3)
@@ -545,6 +568,32 @@ def test_r28_a_given_shape_is_the_shape_on_each_rank(line):
         same(x * 2 + r, whole * 3)
     with pytest.raises(LayoutError, match="block of shape"):
         DTensor.from_local(local, line, [Shard(0)])
+
+
+@cases("lies", ["[5:dp, 3]", "[5:dp,tp, 3]", "[5:tp, 3:dp]", "[4:dp, 6]", "[1:dp, 3:tp]"])
+def test_r29_local_map_of_uneven_blocks(square, lies):
+    def program(x):
+        if not isinstance(x, DTensor):
+            return [x.exp() * 2, torch.stack([x, -x], -1)]
+
+        def on_blocks(block, number):
+            return block.exp() * number, torch.stack([block, -block], -1)
+
+        there = list(x.placements)
+        return list(local_map(on_blocks, out_placements=(there, there))(x, 2))
+
+    check(square, program, lies)
+
+
+@cases("weight", ["[3]", "[3:dp]"])
+def test_r29_a_replicated_input_of_local_map_has_its_whole_gradient(square, weight):
+    def program(x, w):
+        if not isinstance(x, DTensor):
+            return x * w
+        lie = [[Shard(0), Replicate()], [Replicate(), Replicate()]]
+        return local_map(torch.mul, lie[0], tuple(lie), redistribute_inputs=True)(x, w)
+
+    check(square, program, "[5:dp, 3]", weight)
 
 
 @cases("shape", [(4, 5), (2, 7, 3), (3, 1)])

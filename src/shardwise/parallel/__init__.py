@@ -1,3 +1,5 @@
 """Module parallelism; its names come here as they are delivered."""
 
-__all__: list[str] = []
+from shardwise.parallel.loss import loss_parallel
+
+__all__ = ["loss_parallel"]

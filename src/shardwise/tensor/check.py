@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import Coord, PerRank, axes_of, coord_of, group_of, members_of
 from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, block_shape
 
-__all__ = ["checked_shape"]
+__all__ = ["checked_shape", "found_shape"]
 
 _MOST_DIMS = 16
 _Row = tuple[int, ...]  # dtype, ndim, shape padded, digest of the bits
@@ -45,25 +45,37 @@ def checked_shape(
     return whole
 
 
-def _rows(local: Tensor, mesh: DeviceMesh) -> dict[Coord, _Row] | None:
+def found_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The global shape of the blocks of all ranks, uneven ones too, whatever their values."""
+    rows = _rows(local, mesh, values=False)
+    if rows is None:
+        return tuple(local.shape)
+    axes = axes_of(mesh)
+    shapes = {c: row[2 : 2 + row[1]] for c, row in rows.items()}
+    whole = _whole(shapes, axes, placements)
+    _check_shapes(shapes, Layout.of(whole, axes, placements))
+    return whole
+
+
+def _rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[Coord, _Row] | None:
     if isinstance(local, PerRank):
-        return {c: _row(local.of_rank(r)) for r, c in members_of(mesh).items()}
+        return {c: _row(local.of_rank(r), values) for r, c in members_of(mesh).items()}
     me = coord_of(mesh)
     if me is None:
         return None
     if members_of(mesh) and torch.distributed.get_backend() == "fake":
-        return {c: _row(local) for c in members_of(mesh).values()}
+        return {c: _row(local, values) for c in members_of(mesh).values()}
     group = group_of(mesh, tuple(range(mesh.ndim)))
-    mine = torch.tensor(_row(local), dtype=torch.int64, device=mesh.device_type)
+    mine = torch.tensor(_row(local, values), dtype=torch.int64, device=mesh.device_type)
     got = torch.ops._c10d_functional.all_gather_into_tensor(mine, len(group.peers), group.name)
     every = torch.ops._c10d_functional.wait_tensor(got).view(len(group.peers), -1).tolist()
     return {c: tuple(row) for c, row in zip(group.peers, every, strict=True)}
 
 
-def _row(block: Tensor) -> _Row:
+def _row(block: Tensor, values: bool) -> _Row:
     kind = int.from_bytes(hashlib.sha256(str(block.dtype).encode()).digest()[:4], "big")
     shape = (*block.shape, *(-1,) * (_MOST_DIMS - block.dim()))
-    return (kind, block.dim(), *shape, *_digest(block))
+    return (kind, block.dim(), *shape, *(_digest(block) if values else ()))
 
 
 def _digest(block: Tensor) -> tuple[int, ...]:
