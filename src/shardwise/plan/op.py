@@ -54,7 +54,10 @@ def choose(
     found: list[tuple[tuple[float, int, int], int, Choice]] = []
     for number, roles in enumerate(_assignments(rule, layouts)):
         choice = _choice(rule, layouts, outputs, roles)
-        if choice is None or any(a is not b for a, b in zip(fixed, choice.outputs, strict=False)):
+        # what is written in place neither lies otherwise afterwards nor is moved before
+        if choice is None or any(
+            a is not b or a is not c for a, b, c in zip(fixed, choice.outputs, choice.inputs, strict=False)
+        ):
             continue
         if not rule.empty and any(_has_empty(layout) for layout in choice.inputs):
             continue
@@ -141,9 +144,10 @@ def _choice(
         out = {a: r.op for a, r in enumerate(roles) if r.op is not None and i in r.group}
         return out | {a: rule.reduced[x] for a, x in reduced.items() if i in rule.addends}
 
-    for said in rule.outputs:
-        if any(x not in said and x not in rule.reduced for x in split):
-            return None  # an output that knows nothing of a split letter would be a guess
+    for said, shape in zip(rule.outputs, outputs, strict=True):
+        # an output that knows nothing of a split letter would be a guess, unless there is nothing in it
+        if 0 not in shape and any(x not in said and x not in rule.reduced for x in split):
+            return None
     try:
         ins = tuple(Layout(axes, dims(rule.inputs[i], t.shape), parts(i)) for i, t in enumerate(layouts))
         outs = tuple(
@@ -171,10 +175,12 @@ def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[in
                 if here > rank:
                     best, rank = dim, here
     missing = tuple(a for a in on if all(a not in f.axes for f in best))
-    if not missing:
-        return best
-    last = best[-1] if best else Factor(1)
-    return (*best[:-1], Factor(last.size, last.axes + missing))
+    if missing:
+        last = best[-1] if best else Factor(1)
+        best = (*best[:-1], Factor(last.size, last.axes + missing))
+    if letter in rule.ranges and any(f.axes for f in best[1:]):
+        return (Factor(math.prod(f.size for f in best), tuple(a for f in best for a in f.axes)),)
+    return best
 
 
 def _estimate(source: Layout, target: Layout, itemsize: int, model: CostModel) -> float:

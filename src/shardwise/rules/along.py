@@ -89,7 +89,6 @@ ROWS: dict[str, Row] = {
         _reducing(),
     ),
     "aten.native_layer_norm.default": along(_normalized),
-    "aten.gather.default": along(lambda call: [call.args["dim"]]),
     **dict.fromkeys(
         _names("tril triu linalg_matrix_exp linalg_inv_ex linalg_cholesky_ex cholesky linalg_qr"),
         along(_last(2)),

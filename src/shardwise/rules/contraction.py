@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.rules.call import Call, Local, Out, Slot
+from shardwise.rules.lookup import looked_up
 from shardwise.rules.notation import row
 from shardwise.rules.rule import Letters, Place, Row, Rule
 
@@ -39,19 +40,16 @@ def _lookup(call: Call, place: Place) -> Local | None:
     """Rows that are elsewhere are zero here, so that the parts add up."""
     if "v" not in place.sharded:
         return None
-    rows = place.inputs[0][0]
+    rows, start, all_rows = place.inputs[0][0], place.starts[0][0], call.shapes[0][0]
+    found = looked_up(Slot(1), all_rows, start, rows)
     if rows == 0:
-        return Local((("aten.new_zeros.default", (Slot(0), list(place.outputs[0])), {}),))
-    at = Out(0)
+        return Local((*found.steps, ("aten.new_zeros.default", (Slot(0), list(place.outputs[0])), {})))
+    n = len(found.steps)
     return Local((
-        ("aten.sub.Scalar", (Slot(1), place.starts[0][0]), {}),
-        ("aten.lt.Scalar", (at, 0), {}),
-        ("aten.ge.Scalar", (at, rows), {}),
-        ("aten.logical_or.default", (Out(1), Out(2)), {}),
-        ("aten.masked_fill.Scalar", (at, Out(3), 0), {}),
-        ("aten.embedding.default", (Slot(0), Out(4)), {}),
-        ("aten.unsqueeze.default", (Out(3), -1), {}),
-        ("aten.masked_fill.Scalar", (Out(5), Out(6), 0), {}),
+        *found.steps,
+        ("aten.embedding.default", (Slot(0), found.here), {}),
+        ("aten.unsqueeze.default", (found.elsewhere, -1), {}),
+        ("aten.masked_fill.Scalar", (Out(n), Out(n + 1), 0), {}),
     ))  # fmt: skip
 
 
@@ -87,7 +85,7 @@ ROWS: dict[str, Row] = {
     "aten.vdot.default": row("k, k -> ", linear=[[1]], reads=False),
     "aten.addmm.default": _addmm(batch=False),
     "aten.baddbmm.default": _addmm(batch=True),
-    "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup),
+    "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup, ranges="v"),
     "aten.embedding_dense_backward.default": _lookup_backward(),
     "aten.native_layer_norm_backward.default": _layer_norm_backward(),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": row(

@@ -71,6 +71,7 @@ def row(
     reads: bool = True,
     added: Sequence[int] = (),
     empty: bool = True,
+    ranges: Sequence[str] = (),
     local: Callable[[Call, Place], Local | None] | None = None,
 ) -> Row:
     """A row from its text; `linear` and `added` name tensor arguments by their place in the schema.
@@ -109,6 +110,7 @@ def row(
             groups_of(call, linear),
             addends=frozenset(s for i in added for s in call.slots()[i]),
             local=local,
+            ranges=frozenset(ranges),
             empty=empty,
         )
 

@@ -139,7 +139,7 @@ ROWS: dict[str, Row] = {
             "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 "
             "special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py special_xlog1py.other_scalar "
             "special_xlog1py.self_scalar special_zeta special_zeta.other_scalar special_zeta.self_scalar sqrt square "
-            "sub.Scalar tan xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self zeros_like ones_like empty_like full_like "
+            "sub.Scalar tan xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self "
             "fill.Scalar _prelu_kernel " + _POLYNOMIALS
         ),
         pointwise(),

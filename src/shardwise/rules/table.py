@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from shardwise.rules import along, contraction, pointwise, reduction, shape
+from shardwise.rules import along, contraction, creation, indexing, pointwise, reduction, scatter, shape
 from shardwise.rules.rule import Row
 
 __all__ = ["TABLE", "printed"]
 
+_FAMILIES = (
+    pointwise.ROWS,
+    contraction.ROWS,
+    reduction.ROWS,
+    along.ROWS,
+    shape.ROWS,
+    indexing.ROWS,
+    scatter.ROWS,
+    creation.ROWS,
+)
+
 
 def _joined() -> dict[str, Row]:
     table: dict[str, Row] = {}
-    for family in (pointwise.ROWS, contraction.ROWS, reduction.ROWS, along.ROWS, shape.ROWS):
+    for family in _FAMILIES:
         if twice := table.keys() & family.keys():
             raise RuntimeError(f"{sorted(twice)} have two rows each, which is a mistake in shardwise")
         table |= family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.comm import PerRank, map_ranks, members_of, run, spread
@@ -48,6 +49,8 @@ def general(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
             program(blocks) if program is not None else func(*_filled(args, rest), **_filled(kwargs, rest))
         )
     if writes(func):
+        if programs is not None:
+            map_ranks(torch.ops.aten.copy_.default, blocks[0], result)
         return args[0]
     if recipe.regroups and recipe.moves[0] is None and is_view(func):
         _rejoin(args[0], result)

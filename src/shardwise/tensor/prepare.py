@@ -73,14 +73,15 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
         choice = choose_view(layouts[0], call.outputs[0], sizes[0])
     elif rule is None:
         return None
+    elif TABLE[name].makes:
+        layouts = [layout.with_partial({}) for layout in layouts]
+        choice = Choice(tuple(layouts), tuple(_like(layouts[0], shape) for shape in call.outputs))
     else:
         choice = choose(rule, layouts, call.outputs, sizes, fixed=layouts[:1] if in_place else ())
     if choice is None:
         return None
     simulated = isinstance(first._local_tensor, PerRank)
     programs = _programs(call, rule, choice, mesh, simulated)
-    if programs is not None and in_place:
-        return None
     outputs = tuple(
         Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
         for layout, meta in zip(choice.outputs, (m for m in results if m is not None), strict=True)
@@ -90,6 +91,11 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
     me = None if simulated else coord_of(mesh)
     shape = block_shape(choice.outputs[0], me) if rule is None and me is not None else None
     return Prepared(moves, programs, outputs, mesh, simulated, regroups=rule is None, shape=shape)
+
+
+def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """How a tensor made after another one lies."""
+    return layout if layout.shape == shape else Layout.replicated(shape, layout.axes)
 
 
 def row_name(func: Any) -> tuple[str, bool]:
@@ -180,7 +186,9 @@ def _programs(
 def _program(call: Call, rule: Rule | None, choice: Choice, coord: Coord) -> Local | None:
     shapes = tuple(block_shape(o, coord) for o in choice.outputs)
     if rule is None or rule.local is None:
-        return Local((("aten.view.default", (Slot(0), list(shapes[0])), {}),))
+        seen = ("aten.view.default", (Slot(0), list(shapes[0])), {})
+        is_copy = call.op.partition(".")[2].partition(".")[0].endswith("_copy")
+        return Local((seen, ("aten.clone.default", (Out(0),), {})) if is_copy else (seen,))
     split = frozenset(
         x
         for said, layout in zip(rule.inputs, choice.inputs, strict=True)
@@ -202,12 +210,13 @@ def _compiled(program: Local) -> _Program:
             return blocks[arg.number]
         if isinstance(arg, Out):
             return done[arg.step] if arg.number is None else done[arg.step][arg.number]
-        return arg
+        return [value(a, blocks, done) for a in arg] if isinstance(arg, list) else arg
 
     def run(blocks: Sequence[Tensor]) -> Any:
         done: list[Any] = []
         for op, args, kwargs in steps:
-            done.append(op(*(value(a, blocks, done) for a in args), **kwargs))
+            named = {k: value(a, blocks, done) for k, a in kwargs.items()}
+            done.append(op(*(value(a, blocks, done) for a in args), **named))
         return tuple(value(r, blocks, done) for r in program.results) if program.results else done[-1]
 
     return run
