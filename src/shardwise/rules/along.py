@@ -90,10 +90,6 @@ ROWS: dict[str, Row] = {
     ),
     "aten.native_layer_norm.default": along(_normalized),
     **dict.fromkeys(
-        _names("tril triu linalg_matrix_exp linalg_inv_ex linalg_cholesky_ex cholesky linalg_qr"),
-        along(_last(2)),
-    ),
-    **dict.fromkeys(
         _names("reflection_pad1d replication_pad1d upsample_nearest1d upsample_linear1d"), along(_last(1))
     ),
     **dict.fromkeys(

@@ -11,7 +11,7 @@ from shardwise.rules.lookup import Step, looked_up
 from shardwise.rules.notation import groups_of, linear_text
 from shardwise.rules.rule import Letters, Place, Row, Rule
 
-__all__ = ["ROWS", "can_add", "reads_less", "writing"]
+__all__ = ["ROWS", "can_add", "counts_from_front", "reads_less", "writing"]
 
 _ADDED = {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"} | {
     "int8", "int16", "int32", "int64", "uint8",
@@ -25,7 +25,12 @@ def can_add(call: Call) -> bool:
 
 def reads_less(call: Call, size: int, count: int) -> bool:
     """Whether parts of what is read are no more to add up than what is read from is to gather."""
-    return can_add(call) and 2 * count <= size
+    return can_add(call) and counts_from_front(call) and 2 * count <= size
+
+
+def counts_from_front(call: Call) -> bool:
+    """Whether the second tensor is an index that one can count with."""
+    return call.dtypes[1] in ("int32", "int64")
 
 
 class _Indexed(NamedTuple):
@@ -159,7 +164,7 @@ def _index_put() -> Row:
     def build(call: Call) -> Rule | None:
         said = _indexed(call)
         if said is None:
-            return None
+            return _masked(call)
         values = call.shapes[-1]
         indexed = {d: f"v{d}" for d in said.dims}
         first: Letters = tuple(indexed.get(d, f"d{d}") for d in range(len(call.shapes[0])))
@@ -187,6 +192,25 @@ def _index_put() -> Row:
         )
 
     return Row("x[a, :, b] = y: other dims pass; adding, indices by sum; linear in (0,2) if adding", build)
+
+
+def _masked(call: Call) -> Rule | None:
+    """Values written where one mask is true, the same ones at each such place: each rank writes to its block."""
+    listed = call.args["indices"]
+    at = [d for d, v in enumerate(listed) if isinstance(v, Slot)]
+    if len(at) != 1 or call.dtypes[1] != "bool":
+        return None
+    first: Letters = tuple(f"d{i}" for i in range(len(call.shapes[0])))
+    mask, values = first[at[0] : at[0] + len(call.shapes[1])], call.shapes[2]
+    kept: Letters = (*first[: at[0]], None, *first[at[0] + len(mask) :])
+    said = kept[len(kept) - len(values) :]
+    if len(values) > len(kept) or any(x is None and n != 1 for x, n in zip(said, values, strict=True)):
+        return None
+    sizes = dict(zip(first, call.shapes[0], strict=True))
+    last: Letters = tuple(
+        x if x is not None and sizes[x] == n else None for x, n in zip(said, values, strict=True)
+    )
+    return Rule((first, mask, last), (first,))
 
 
 def _sizes(said: _Indexed, call: Call) -> dict[str, int]:
@@ -246,7 +270,7 @@ def _at_dim(
 
     def build(call: Call) -> Rule | None:
         shape, index, *more = call.shapes
-        if not shape:
+        if not shape or not counts_from_front(call):
             return None
         d = _dim(call)
         first: Letters = tuple("v" if i == d else f"d{i}" for i in range(len(shape)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.rules.call import Call, Local, Out, Slot
-from shardwise.rules.indexing import can_add, reads_less, writing
+from shardwise.rules.indexing import can_add, counts_from_front, reads_less, writing
 from shardwise.rules.lookup import Step, looked_up
 from shardwise.rules.notation import groups_of, linear_text
 from shardwise.rules.rule import Letters, Place, Row, Rule
@@ -58,7 +58,7 @@ def _scatter(*, adds: bool = False, linear: Sequence[Sequence[int]] = (), zero: 
 
     def build(call: Call) -> Rule | None:
         shape = call.shapes[0]
-        if not shape or any(len(s) != len(shape) for s in call.shapes):
+        if not shape or not counts_from_front(call) or any(len(s) != len(shape) for s in call.shapes):
             return None
         d = _dim(call)
         alike = [i != d and len({s[i] for s in call.shapes}) == 1 for i in range(len(shape))]

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from shardwise.rules import along, contraction, creation, indexing, pointwise, reduction, scatter, shape
+from shardwise.rules import (
+    along,
+    contraction,
+    creation,
+    indexing,
+    linalg,
+    pointwise,
+    reduction,
+    scatter,
+    shape,
+)
 from shardwise.rules.rule import Row
 
 __all__ = ["TABLE", "printed"]
@@ -16,6 +26,7 @@ _FAMILIES = (
     indexing.ROWS,
     scatter.ROWS,
     creation.ROWS,
+    linalg.ROWS,
 )
 
 
