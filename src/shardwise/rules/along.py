@@ -14,7 +14,7 @@ __all__ = ["ROWS", "along"]
 _Dims = Callable[[Call], Sequence[int]]
 
 
-def along(dims: _Dims | None = None, *, linear: Sequence[Sequence[int]] = ()) -> Row:
+def along(dims: _Dims | None = None, *, linear: Sequence[Sequence[int]] = (), empty: bool = False) -> Row:
     """A row for an op whose tensors all have the dims of the first one, whole along some of them."""
     pick: _Dims = dims or (lambda call: call.dims())
 
@@ -40,7 +40,7 @@ def along(dims: _Dims | None = None, *, linear: Sequence[Sequence[int]] = ()) ->
             inputs=tuple(tuple(x if x in kept else None for x in i) for i in ins),
             outputs=tuple(tuple(x if x in kept else None for x in o) for o in outs),
             linear=groups_of(call, linear),
-            empty=False,
+            empty=empty,
         )
 
     return Row("… !d -> … !d" + linear_text(linear), build)
@@ -73,13 +73,13 @@ def _names(text: str) -> list[str]:
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
-        _names(
-            "_softmax _safe_softmax _log_softmax cummax cummin cumprod logcumsumexp sort sort.stable topk glu "
-            "_fft_r2c _fft_c2r _fft_c2c"
-        ),
+        _names("_softmax _safe_softmax _log_softmax glu"),
         along(),
     ),
-    **dict.fromkeys(_names("cumsum _softmax_backward_data _log_softmax_backward_data"), along(linear=[[0]])),
+    **dict.fromkeys(_names("cummax cummin cumprod logcumsumexp sort sort.stable topk"), along(empty=True)),
+    **dict.fromkeys(_names("_fft_r2c _fft_c2r _fft_c2c"), along(linear=[[0]])),
+    **dict.fromkeys(_names("_softmax_backward_data _log_softmax_backward_data"), along(linear=[[0]])),
+    "aten.cumsum.default": along(linear=[[0]], empty=True),
     **dict.fromkeys(_names("flip roll"), along(lambda call: call.dims("dims"), linear=[[0]])),
     **dict.fromkeys(
         _names(

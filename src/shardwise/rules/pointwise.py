@@ -87,13 +87,15 @@ ROWS: dict[str, Row] = {
             "gelu_backward sigmoid_backward tanh_backward threshold_backward silu_backward logit_backward "
             "native_dropout_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward "
             "hardsigmoid_backward softplus_backward softshrink_backward hardshrink_backward mish_backward "
-            "log_sigmoid_backward"
+            "log_sigmoid_backward _prelu_kernel_backward"
         ),
         pointwise(linear=[[0]]),
     ),
     # lazy in torch, by a flag on the tensor; a block's flag would not show on the whole
     "aten._conj.default": pointwise(linear=[[0]], runs="aten.conj_physical.default"),
+    "aten._conj_copy.default": pointwise(linear=[[0]], runs="aten.conj_physical.default"),
     "aten._neg_view.default": pointwise(linear=[[0]], runs="aten.neg.default"),
+    "aten._neg_view_copy.default": pointwise(linear=[[0]], runs="aten.neg.default"),
     "aten.zero.default": pointwise(linear=[[0]]),
     "aten.neg.default": pointwise(linear=[[0]], monotone=_DOWN),
     **dict.fromkeys(_names("clone positive"), pointwise(linear=[[0]], monotone=_KEPT)),
@@ -131,7 +133,7 @@ ROWS: dict[str, Row] = {
             "fmod.Scalar frac frexp.Tensor gcd ge.Tensor ge.Scalar gelu gt.Tensor gt.Scalar hardshrink hardsigmoid "
             "hardswish hardtanh heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp.Tensor "
             "le.Tensor le.Scalar leaky_relu lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not "
-            "logical_or logical_xor logit lt.Tensor lt.Scalar masked_fill.Tensor maximum minimum mish "
+            "logical_or logical_xor logit lt.Tensor lt.Scalar masked_fill.Tensor maximum minimum mish mvlgamma "
             "nan_to_num ne.Tensor ne.Scalar nextafter polar polygamma pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar "
             "reciprocal remainder.Tensor remainder.Scalar remainder.Scalar_Tensor round round.decimals rsqrt rsub.Scalar "
             "rsub.Tensor selu signbit silu sin sinc softplus softshrink special_airy_ai special_bessel_j0 "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardwise.rules.call import Call, Local, Out, Slot
 from shardwise.rules.indexing import can_add, counts_from_front, reads_less, writing
@@ -150,25 +150,16 @@ def _diagonal_scatter(call: Call) -> Rule | None:
     return Rule((first, rest), (first,), linear=(frozenset({0, 1}),))
 
 
-def _back(text: str, name: str, gone: Callable[[Call, int], Sequence[int]], *, kept: bool, new: int) -> Row:
-    """The gradient of a view of one tensor: of the dims that are whole the view has `kept` some, and has `new` ones."""
-
-    def build(call: Call) -> Rule | None:
-        ndim = len(call.outputs[0])
-        over = gone(call, ndim)
-        after: Letters = tuple(None if i in over else f"d{i}" for i in range(ndim))
-        before: Letters = after if kept else tuple(x for i, x in enumerate(after) if i not in over)
-        return Rule((before + (None,) * new,), (after,), linear=(frozenset({0}),), local=local)
+def _diagonal_backward(call: Call) -> Rule | None:
+    ndim = len(call.outputs[0])
+    gone = _two(call, ndim)
+    after: Letters = tuple(None if i in gone else f"d{i}" for i in range(ndim))
+    before: Letters = (*(x for i, x in enumerate(after) if i not in gone), None)
 
     def local(call: Call, place: Place) -> Local | None:
-        args = {**call.args, "input_sizes": list(place.outputs[0])}
-        return Local(((name, (), args),))
+        return Local(((call.op, (), {**call.args, "input_sizes": list(place.outputs[0])}),))
 
-    return Row(f"{text}; linear in (0)", build)
-
-
-def _one(call: Call, ndim: int) -> Sequence[int]:
-    return (_dim(call, ndim=ndim),)
+    return Rule((before,), (after,), linear=(frozenset({0}),), local=local)
 
 
 ROWS: dict[str, Row] = {
@@ -186,16 +177,5 @@ ROWS: dict[str, Row] = {
     "aten.diagonal_scatter.default": Row(
         "… !a … !b …, … ! -> … !a … !b …; linear in (0,1)", _diagonal_scatter
     ),
-    "aten.select_backward.default": _back(
-        "… … -> … !d …", "aten.select_backward.default", _one, kept=False, new=0
-    ),
-    "aten.slice_backward.default": _back(
-        "… !d … -> … !d …", "aten.slice_backward.default", _one, kept=True, new=0
-    ),
-    "aten.diagonal_backward.default": _back(
-        "… ! -> … !a … !b …", "aten.diagonal_backward.default", _two, kept=False, new=1
-    ),
-    "aten.unfold_backward.default": _back(
-        "… !d … ! -> … !d …", "aten.unfold_backward.default", _one, kept=True, new=1
-    ),
+    "aten.diagonal_backward.default": Row("… ! -> … !a … !b …; linear in (0)", _diagonal_backward),
 }

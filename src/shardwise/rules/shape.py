@@ -13,7 +13,8 @@ __all__ = ["REGROUPED", "ROWS"]
 REGROUPED = frozenset(
     f"aten.{name}"
     for name in "view.default _unsafe_view.default reshape.default _reshape_alias.default view_copy.default "
-    "squeeze.default squeeze.dim squeeze.dims unsqueeze.default squeeze_copy.default unsqueeze_copy.default".split()
+    "squeeze.default squeeze.dim squeeze.dims unsqueeze.default squeeze_copy.default squeeze_copy.dim "
+    "squeeze_copy.dims unsqueeze_copy.default _reshape_copy.default".split()
 )
 
 _Outputs = Callable[[Call, Letters], Sequence[Letters]]

@@ -11,7 +11,9 @@ from shardwise.rules import (
     pointwise,
     reduction,
     scatter,
+    search,
     shape,
+    views,
 )
 from shardwise.rules.rule import Row
 
@@ -27,6 +29,8 @@ _FAMILIES = (
     scatter.ROWS,
     creation.ROWS,
     linalg.ROWS,
+    views.ROWS,
+    search.ROWS,
 )
 
 
