@@ -76,7 +76,9 @@ ROWS: dict[str, Row] = {
         _names("_softmax _safe_softmax _log_softmax glu"),
         along(),
     ),
-    **dict.fromkeys(_names("cummax cummin cumprod logcumsumexp sort sort.stable topk"), along(empty=True)),
+    **dict.fromkeys(
+        _names("cummax cummin cumprod logcumsumexp sort sort.stable topk glu"), along(empty=True)
+    ),
     **dict.fromkeys(_names("_fft_r2c _fft_c2r _fft_c2c"), along(linear=[[0]])),
     **dict.fromkeys(_names("_softmax_backward_data _log_softmax_backward_data"), along(linear=[[0]])),
     "aten.cumsum.default": along(linear=[[0]], empty=True),

@@ -11,8 +11,10 @@ from shardwise.rules.rule import Letters, Place, Row, Rule
 __all__ = ["ROWS"]
 
 
-def _batched(text: str, *, linear: Sequence[Sequence[int]] = (), empty: bool = True) -> Row:
-    """A row whose outputs a call may leave empty, as where it asks for no vectors.
+def _batched(
+    text: str, *, linear: Sequence[Sequence[int]] = (), sums: Sequence[str] = (), empty: bool = True
+) -> Row:
+    """A row whose outputs a call may leave empty, as where it asks for no vectors; only `sums` are summed.
 
     A call that asks to raise where a matrix has no answer runs on the whole: all ranks must raise.
     """
@@ -26,7 +28,16 @@ def _batched(text: str, *, linear: Sequence[Sequence[int]] = (), empty: bool = T
             for said, made in zip(after.split(","), call.outputs, strict=True)
         ]
         rule = row(f"{before}->{','.join(outputs)}", linear=linear, empty=empty).build(call)
-        return rule if rule is not None and _fits(rule, call) else None
+        if rule is None or not _fits(rule, call):
+            return None
+        # the factors of one matrix for many right-hand sides are the same for all, and no sum
+        return Rule(
+            rule.inputs,
+            rule.outputs,
+            {x: op for x, op in rule.reduced.items() if x in sums},
+            rule.linear,
+            empty=empty,
+        )
 
     return Row(text + linear_text(linear), build)
 
@@ -137,6 +148,8 @@ def _renorm(call: Call) -> Rule | None:
     return Rule((each,), (each,))
 
 
+_LU_LEFT = _batched("… !m !n, … !k, … !m r -> … !m r", linear=[[2]])
+_LU_RIGHT = _batched("… !m !n, … !k, … r !m -> … r !m", linear=[[2]])
 _SQUARE = "… !m !n -> … !m !n"
 
 ROWS: dict[str, Row] = {
@@ -180,10 +193,7 @@ ROWS: dict[str, Row] = {
     "aten._cdist_forward.default": _batched("… m !d, … n !d -> … m n"),
     "aten._euclidean_dist.default": _batched("… m !d, … n !d -> … m n"),
     "aten._cdist_backward.default": _batched(
-        "… m n, … m !d, … n !d, … m n -> … m !d", linear=[[0]], empty=False
+        "… m n, … m !d, … n !d, … m n -> … m !d", linear=[[0]], sums="n", empty=False
     ),
     "aten.renorm.default": Row("… d … whole but for d", _renorm),
 }  # fmt: skip
-
-_LU_LEFT = _batched("… !m !n, … !k, … !m r -> … !m r", linear=[[2]])
-_LU_RIGHT = _batched("… !m !n, … !k, … r !m -> … r !m", linear=[[2]])

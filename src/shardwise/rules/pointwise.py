@@ -61,8 +61,8 @@ def _float_to_wider(call: Call) -> bool:
     """A pending value may be cast only where the sum of casts is the cast of the sum."""
     before, after = call.dtypes[0], str(call.args.get("dtype") or call.dtypes[0]).removeprefix("torch.")
     wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
-    to_real = before.startswith("complex") and not after.startswith("complex")
-    return before == after or (wide.get(before, 99) < wide.get(after, 0) and not to_real)
+    same_kind = before.startswith("complex") == after.startswith("complex")
+    return before == after or (wide.get(before, 99) < wide.get(after, 0) and same_kind)
 
 
 _POLYNOMIALS = " ".join(

@@ -20,15 +20,21 @@ REGROUPED = frozenset(
 _Outputs = Callable[[Call, Letters], Sequence[Letters]]
 
 
-def _moves(text: str, outputs: _Outputs, local: Callable[[Call, Place], Local | None] | None = None) -> Row:
-    """A row for one tensor whose dims turn up elsewhere; all that is pending passes."""
+def _moves(
+    text: str,
+    outputs: _Outputs,
+    local: Callable[[Call, Place], Local | None] | None = None,
+    *,
+    sums_only: bool = False,
+) -> Row:
+    """A row for one tensor whose dims turn up elsewhere; all that is pending passes, or `sums_only`."""
 
     def build(call: Call) -> Rule | None:
         before: Letters = tuple(f"d{i}" for i in range(len(call.shapes[0])))
         after = tuple(outputs(call, before))
         kept = {x for said in after for x in said}
         first = tuple(x if x in kept else None for x in before)
-        same = {"max": "max", "min": "min", "product": "product"}
+        same = {} if sums_only else {"max": "max", "min": "min", "product": "product"}
         return Rule((first,), after, linear=(frozenset({0}),), monotone=same, local=local)
 
     return Row(text, build)
@@ -85,7 +91,9 @@ def _cat(call: Call) -> Rule | None:
     return Rule(ins, (after,), linear=(frozenset(range(len(call.shapes))),))
 
 
-_SAME = _moves("same", lambda call, before: [(*before, None)[: len(call.outputs[0])]])
+_SAME = _moves("same", lambda call, before: [before])
+# complex numbers have no extremes, and their product is not that of their parts
+_COMPLEX = _moves("same", lambda call, before: [(*before, None)[: len(call.outputs[0])]], sums_only=True)
 
 ROWS: dict[str, Row] = {
     "aten.transpose.int": _moves("… a … b … -> … b … a …", _transposed),
@@ -99,7 +107,7 @@ ROWS: dict[str, Row] = {
     "aten.split_with_sizes.default": _moves("… !d … -> … !d … each", _cut),
     "aten.detach.default": _SAME,
     "aten.alias.default": _SAME,
-    "aten.view_as_real.default": _SAME,
-    "aten.view_as_complex.default": _SAME,
+    "aten.view_as_real.default": _COMPLEX,
+    "aten.view_as_complex.default": _COMPLEX,
     "aten.cat.default": Row("… !d … each -> … !d …; linear in all", _cat),
 }

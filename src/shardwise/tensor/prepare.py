@@ -186,9 +186,9 @@ def _programs(
 def _program(call: Call, rule: Rule | None, choice: Choice, coord: Coord) -> Local | None:
     shapes = tuple(block_shape(o, coord) for o in choice.outputs)
     if rule is None or rule.local is None:
-        seen = ("aten.view.default", (Slot(0), list(shapes[0])), {})
-        is_copy = call.op.partition(".")[2].partition(".")[0].endswith("_copy")
-        return Local((seen, ("aten.clone.default", (Out(0),), {})) if is_copy else (seen,))
+        seen = Local((("aten.view.default", (Slot(0), list(shapes[0])), {}),))
+        is_copy = call.op.split(".")[1].endswith("_copy")
+        return Local((*seen.steps, ("aten.clone.default", (Out(0),), {}))) if is_copy else seen
     split = frozenset(
         x
         for said, layout in zip(rule.inputs, choice.inputs, strict=True)

@@ -1,0 +1,50 @@
+"""Tensors made like others: as those lie, and nothing is sent, whatever is pending."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import counting
+
+LIKE = {
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda x: torch.full_like(x, 2.5),
+    "empty_like": lambda x: torch.empty_like(x).fill_(3),
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "new_ones": lambda x: x.new_ones(x.shape),
+    "new_full": lambda x: x.new_full(x.shape, 7.0, dtype=torch.float64),
+    "new_empty": lambda x: x.new_empty(x.shape).fill_(1),
+    "new_empty_strided": lambda x: x.new_empty_strided(x.shape, (1, 5)).fill_(1),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+@pytest.mark.parametrize(
+    "placement", [sw.Shard(0), sw.Shard(1), sw.Partial(), sw.Partial("max"), sw.Replicate()]
+)
+def test_a_tensor_made_like_another_lies_like_it(name, placement):
+    fn = LIKE[name]
+    want = fn(torch.ones(5, 6))
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.ones(5, 6), mesh, [placement])
+        with counting() as ledger:
+            y = fn(x)
+        assert ledger.collectives == 0
+        assert y.placements == ((placement,) if placement.is_shard() else (sw.Replicate(),))
+        assert y.stride() == want.stride()
+        for rank in y.full_tensor().ranks:
+            torch.testing.assert_close(rank, want)
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Partial()])
+def test_one_of_another_shape_is_whole(placement):
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.ones(5, 6), mesh, [placement])
+        with counting() as ledger:
+            made = [x.new_zeros(3), x.new_ones((2, 5)), x.new_full((4, 4), 2), x.new_empty((0, 6))]
+        assert ledger.collectives == 0
+        assert [str(y.layout) for y in made] == ["[3]", "[2, 5]", "[4, 4]", "[0, 6]"]
+        assert made[2].full_tensor().ranks[3].unique().item() == 2

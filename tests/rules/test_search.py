@@ -1,0 +1,41 @@
+"""Searching and counting."""
+
+import pytest
+import torch
+from tests.rules.against_dense import check, numbers
+
+BOUNDS = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+X = numbers(5, 7)
+CASES = {
+    "bucketize": (torch.bucketize, [X, BOUNDS], ["[5:tp, 7]", "[4]"], "[5:tp, 7]"),
+    "searchsorted": (
+        lambda s, x: torch.searchsorted(s, x, right=True),
+        [BOUNDS, X],
+        ["[4]", "[5, 7:tp]"],
+        "[5, 7:tp]",
+    ),
+    "row by row": (torch.searchsorted, [X.sort(1)[0], X], ["[5:tp, 7]", "[5:tp, 7]"], "[5:tp, 7]"),
+    "columns of rows": (torch.searchsorted, [X.sort(1)[0], X], ["[5, 7]", "[5, 7:tp]"], "[5, 7:tp]"),
+    "isin": (torch.isin, [X, X[0]], ["[5:tp, 7]", "[7]"], "[5:tp, 7]"),
+    "isin a number": (lambda x: torch.isin(x, 0.0), [X], ["[5:tp, 7]"], "[5:tp, 7]"),
+    "histc": (lambda x: x.histc(4, -1, 1), [X], ["[5:tp, 7]"], "[4] P(tp,sum)"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_sent(name):
+    fn, values, layouts, lies = CASES[name]
+    check(fn, values, layouts, lies=lies, grad=False)
+
+
+@pytest.mark.parametrize(
+    ("fn", "values", "layouts"),
+    [
+        (torch.searchsorted, [X.sort(1)[0], X], ["[5, 7:tp]", "[5, 7:tp]"]),
+        (torch.bucketize, [X, BOUNDS], ["[5:tp, 7]", "[4:tp]"]),
+        (lambda x: x.histc(4), [X], ["[5:tp, 7]"]),
+        (lambda x: x.histc(4, -1, 1), [X], ["[5, 7] P(tp,sum)"]),
+    ],
+)
+def test_what_must_be_whole_is_gathered(fn, values, layouts):
+    check(fn, values, layouts, free=False, grad=False)
