@@ -113,6 +113,22 @@ def test_a_triangle_of_factors_is_right():
     check(lambda t: t.tril(), [numbers(8, 5)], ["[2 4:tp, 5]"], free=False)
 
 
+@pytest.mark.parametrize("layout", ["[5:tp, 3, 3]", "[5, 3:tp, 3]", "[5, 3, 3]"])
+def test_what_is_conjugated_by_a_flag_is_so_on_the_whole(layout):
+    a = torch.complex(A, numbers(5, 3, 3, seed=9))
+    check(L.pinv, [a], [layout], free=False, grad=False)
+    check(lambda a: torch.nn.functional.pad(a.mH, (1, 1)), [a], [layout], free=False, grad=False)
+
+
+def test_right_hand_sides_without_columns():
+    check(
+        lambda a, b: L.lu_solve(*L.lu_factor_ex(a)[:2], b),
+        [A, B[..., :0]],
+        [SPLIT, "[5:tp, 3, 0]"],
+        grad=False,
+    )
+
+
 def test_all_ranks_raise_where_one_matrix_has_no_answer():
     singular = A.clone()
     singular[4] = 0

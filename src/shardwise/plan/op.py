@@ -146,7 +146,7 @@ def _choice(
 
     for said, shape in zip(rule.outputs, outputs, strict=True):
         # an output that knows nothing of a split letter would be a guess, unless there is nothing in it
-        if 0 not in shape and any(x not in said and x not in rule.reduced for x in split):
+        if tuple(shape) != (0,) and any(x not in said and x not in rule.reduced for x in split):
             return None
     try:
         ins = tuple(Layout(axes, dims(rule.inputs[i], t.shape), parts(i)) for i, t in enumerate(layouts))

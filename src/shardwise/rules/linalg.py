@@ -12,7 +12,11 @@ __all__ = ["ROWS"]
 
 
 def _batched(
-    text: str, *, linear: Sequence[Sequence[int]] = (), sums: Sequence[str] = (), empty: bool = True
+    text: str,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    sums: Sequence[str] = (),
+    empty: bool = True,
 ) -> Row:
     """A row whose outputs a call may leave empty, as where it asks for no vectors; only `sums` are summed.
 
@@ -24,7 +28,7 @@ def _batched(
             return None
         before, _, after = text.partition("->")
         outputs = [
-            "*" if 0 in made and 0 not in call.shapes[0] else said
+            "*" if made == (0,) and 0 not in call.shapes[0] else said
             for said, made in zip(after.split(","), call.outputs, strict=True)
         ]
         rule = row(f"{before}->{','.join(outputs)}", linear=linear, empty=empty).build(call)

@@ -13,11 +13,12 @@ from shardwise.rules.table import TABLE
 from shardwise.tensor import direct
 from shardwise.tensor.direct import Run, binding
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.flags import heeding
 from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
 from shardwise.tensor.general import general, writes
 from shardwise.tensor.offers import better
 from shardwise.tensor.policy import replicates
-from shardwise.tensor.prepare import Prepared, prepare, row_name
+from shardwise.tensor.prepare import Prepared, prepare, row_name, tensors_in
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
@@ -171,6 +172,12 @@ def _reads_types_only(func: Any) -> bool:
 
 
 def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+    go = _chosen(func, args, kwargs)
+    is_complex = any(t.dtype.is_complex for t in tensors_in([*args, *kwargs.values()]))
+    return heeding(go) if is_complex else go
+
+
+def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     if func._schema.name.startswith("aten::_foreach_"):
         return prepare_foreach(func, args, kwargs) or (lambda a, k: each(func, a, k))
     if func._schema.name in FUSED:

@@ -209,6 +209,8 @@ def _wrap(result: Any, spec: Spec, written_whole: dict[int, DTensor], written: l
         if len(written) == 1 and tuple(result.shape) == tuple(written[0].shape):
             return written[0]
         axes = spec.layout.axes
+        if result.dtype.is_complex:  # conjugated by a flag, which a DTensor has not
+            result = map_ranks(torch.resolve_conj, result)
         stride = tuple(result.ranks[0].stride() if isinstance(result, PerRank) else result.stride())
         out = Spec(spec.mesh, Layout.replicated(result.shape, axes), result.dtype, result.shape, stride)
         return DTensor(result, out)
