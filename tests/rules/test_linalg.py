@@ -120,6 +120,18 @@ def test_what_is_conjugated_by_a_flag_is_so_on_the_whole(layout):
     check(lambda a: torch.nn.functional.pad(a.mH, (1, 1)), [a], [layout], free=False, grad=False)
 
 
+@pytest.mark.parametrize("b", ["[5:tp, 3, 6]", "[5, 3, 6:tp]"])
+def test_one_matrix_for_many_right_hand_sides(b):
+    check(lambda a, b: L.solve_ex(a, b)[0], [A[0], B], ["[3, 3]", b], free=False)
+    check(
+        lambda a, b: torch.ops.aten._linalg_solve_ex(a, b)[1],
+        [A[0], B],
+        ["[3, 3]", b],
+        free=False,
+        grad=False,
+    )
+
+
 def test_right_hand_sides_without_columns():
     check(
         lambda a, b: L.lu_solve(*L.lu_factor_ex(a)[:2], b),
