@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.rules import along, contraction, pointwise, reduction, shape
+from shardwise.rules import along, contraction, pointwise, ranges, reduction, shape
 from shardwise.rules.rule import Row
 
 __all__ = ["TABLE", "printed"]
@@ -10,7 +10,14 @@ __all__ = ["TABLE", "printed"]
 
 def _joined() -> dict[str, Row]:
     table: dict[str, Row] = {}
-    for family in (pointwise.ROWS, contraction.ROWS, reduction.ROWS, along.ROWS, shape.ROWS):
+    for family in (
+        pointwise.ROWS,
+        contraction.ROWS,
+        reduction.ROWS,
+        along.ROWS,
+        shape.ROWS,
+        ranges.ROWS,
+    ):
         if twice := table.keys() & family.keys():
             raise RuntimeError(f"{sorted(twice)} have two rows each, which is a mistake in shardwise")
         table |= family
