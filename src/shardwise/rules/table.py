@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.rules import along, contraction, pointwise, ranges, reduction, shape
+from shardwise.rules import along, contraction, convolution, pointwise, ranges, reduction, shape
 from shardwise.rules.rule import Row
 
 __all__ = ["TABLE", "printed"]
@@ -13,6 +13,7 @@ def _joined() -> dict[str, Row]:
     for family in (
         pointwise.ROWS,
         contraction.ROWS,
+        convolution.ROWS,
         reduction.ROWS,
         along.ROWS,
         shape.ROWS,

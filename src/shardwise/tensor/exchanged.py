@@ -17,9 +17,21 @@ from shardwise.tensor.offer import Offer, seconds_of
 from shardwise.tensor.policy import mind
 from shardwise.tensor.prepare import tensors_in
 
-__all__ = ["by_exchange", "fitted", "plain_axes"]
+__all__ = ["block_of", "by_exchange", "fitted", "named", "plain_axes"]
 
 _PerBlock = Callable[..., Any]
+
+
+def named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults."""
+    given = {a.name: a.default_value for a in func._schema.arguments}
+    return given | dict(zip(given, args, strict=False)) | kwargs
+
+
+def block_of(t: Any, plan: Plan | None, mesh: Any) -> Tensor:
+    """The block of a tensor after a plan, if it has one; a plain tensor is the same on every rank."""
+    block: Tensor = t._local_tensor if isinstance(t, DTensor) else t
+    return block if plan is None else run(plan, block, mesh)
 
 
 def plain_axes(layout: Layout, d: int) -> tuple[int, ...] | None:
@@ -44,7 +56,7 @@ def fitted(block: Tensor, d: int, has: Range, wants: Range) -> Tensor:
         return block.new_zeros(shape)
     amounts = [0] * (2 * (block.dim() - d))
     amounts[-2:] = [has[0] - wants[0], wants[1] - has[1]]
-    return torch.ops.aten.constant_pad_nd.default(block, amounts) if any(amounts) else block
+    return torch.constant_pad_nd(block, amounts) if any(amounts) else block
 
 
 def by_exchange(

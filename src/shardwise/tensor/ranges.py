@@ -14,7 +14,7 @@ from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import Range, chunked, place_of
 from shardwise.plan.windows import Window
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.exchanged import by_exchange, fitted, plain_axes
+from shardwise.tensor.exchanged import by_exchange, fitted, named, plain_axes
 from shardwise.tensor.offer import Maker, Offer
 from shardwise.tensor.prepare import Prepared
 
@@ -25,12 +25,6 @@ _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 # For one dim: what a rank that owns a range does to its block first, and the positions of the result it then has.
 _Before = tuple[Callable[[Tensor], Tensor], tuple[Range, ...]]
-
-
-def _named(func: Any, args: _Args, kwargs: _Kwargs) -> dict[str, Any]:
-    """The arguments by name, with defaults."""
-    given = {a.name: a.default_value for a in func._schema.arguments}
-    return given | dict(zip(given, args, strict=False)) | kwargs
 
 
 def _with_size(layout: Layout, d: int, size: int, axes: Sequence[int]) -> Layout:
@@ -75,7 +69,7 @@ def _slice(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | Non
     """A slice of a split dim: a rank gives what it has of it, which is a range of the result."""
     if recipe is None:
         return None
-    given = _named(aten.slice.Tensor, args, kwargs)
+    given = named(aten.slice.Tensor, args, kwargs)
     x: DTensor = given["self"]
     d, out = given["dim"] % x.dim(), recipe.outputs[0]
     n, m, step = x.shape[d], out.shape[d], given["step"]
@@ -101,7 +95,7 @@ def _slice_backward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Of
     """The way back: a rank gets what lies in its range of the whole, and sets it into zeros."""
     if recipe is None:
         return None
-    given = _named(aten.slice_backward.default, args, kwargs)
+    given = named(aten.slice_backward.default, args, kwargs)
     grad: DTensor = given["grad_output"]
     layout, out = grad._spec.layout, recipe.outputs[0]
     d, step = given["dim"] % grad.dim(), given["step"]
@@ -142,7 +136,7 @@ def _select(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | No
     """One position of a split dim: all want it, and only its owner sends."""
     if recipe is None:
         return None
-    given = _named(aten.select.int, args, kwargs)
+    given = named(aten.select.int, args, kwargs)
     x: DTensor = given["self"]
     layout, d = x._spec.layout, given["dim"] % x.dim()
     axes = plain_axes(layout, d)
@@ -166,7 +160,7 @@ def _split(func: Any) -> Maker:
     def make(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
         if recipe is None:
             return None
-        given = _named(func, args, kwargs)
+        given = named(func, args, kwargs)
         x: DTensor = given["self"]
         layout, d = x._spec.layout, given["dim"] % x.dim()
         axes = plain_axes(layout, d)
@@ -199,7 +193,7 @@ def _roll(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None
     """A ring turned: a rank's range becomes another, or two where it goes round the end."""
     if recipe is None:
         return None
-    given = _named(aten.roll.default, args, kwargs)
+    given = named(aten.roll.default, args, kwargs)
     x: DTensor = given["self"]
     shifts, dims = given["shifts"], given["dims"]
     if not dims:
@@ -224,7 +218,7 @@ def _roll(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None
 def _flip(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
     if recipe is None:
         return None
-    given = _named(aten.flip.default, args, kwargs)
+    given = named(aten.flip.default, args, kwargs)
     x: DTensor = given["self"]
 
     def way(d: int) -> Callable[[Range], _Before]:
@@ -240,7 +234,7 @@ def _pad(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
     """Ranges shift by the padding, and those at the ends pad what they get; negative padding cuts off."""
     if recipe is None:
         return None
-    given = _named(aten.constant_pad_nd.default, args, kwargs)
+    given = named(aten.constant_pad_nd.default, args, kwargs)
     x: DTensor = given["self"]
     source, layout, out = x._spec.layout, x._spec.layout, recipe.outputs[0]
     if source.partial and given["value"] != 0:
@@ -291,7 +285,7 @@ def _cat(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
     """Blocks put together on the spot are ranges of the result, which then go where they belong."""
     if recipe is None:
         return None
-    given = _named(aten.cat.default, args, kwargs)
+    given = named(aten.cat.default, args, kwargs)
     out = recipe.outputs[0]
     parts: list[Any] = [t for t in given["tensors"] if t.shape != (0,) or len(out.shape) == 1]
     if not parts or not all(isinstance(t, DTensor) and t.dtype == out.dtype for t in parts):
@@ -328,7 +322,7 @@ def _unfold(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | No
     """Windows along a split dim: a rank gets what its windows cover."""
     if recipe is None:
         return None
-    given = _named(aten.unfold.default, args, kwargs)
+    given = named(aten.unfold.default, args, kwargs)
     x: DTensor = given["self"]
     layout, out = x._spec.layout, recipe.outputs[0]
     d, size, step = given["dimension"] % max(x.dim(), 1), given["size"], given["step"]
@@ -358,7 +352,7 @@ def _unfold_backward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> O
     """The way back: a rank gets the windows that touch its range, adds them up, and keeps its range."""
     if recipe is None:
         return None
-    given = _named(aten.unfold_backward.default, args, kwargs)
+    given = named(aten.unfold_backward.default, args, kwargs)
     grad: DTensor = given["grad_in"]
     layout, out = grad._spec.layout, recipe.outputs[0]
     if not out.shape or any(f.axes for f in layout.dims[-1]):
