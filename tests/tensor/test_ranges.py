@@ -25,6 +25,7 @@ OPS = {
     "flip": lambda x: x.flip(1),
     "flip of two dims": lambda x: x.flip(0, 1),
     "pad": lambda x: pad(x, (0, 0, 7, 1)),
+    "pad by a number": lambda x: pad(x, (0, 0, 1, 2), value=1.5),
     "pad of all dims": lambda x: pad(x, (1, 2, -2, 9, 1, -1)),
     "pad that cuts": lambda x: pad(x, (0, 0, 4, -6)),
     "cat": lambda x: torch.cat([x, x * 2, x[:, :2]], 1),
@@ -86,7 +87,7 @@ def test_the_answer_and_the_gradient_are_the_dense_ones(name, where, chosen, cap
                 (g * sw.distribute_tensor(v, mesh, whole)).sum() for g, v in zip(got, weights, strict=True)
             ).backward()
             torch.testing.assert_close(x.grad.full_tensor().ranks[2], dense.grad)
-    assert chosen or name == "stack"
+    assert chosen or name == "stack" or (name, where) == ("pad by a number", "pending")
     assert "ran on the whole" not in caplog.text
 
 

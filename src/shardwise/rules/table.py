@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.rules import along, contraction, convolution, pointwise, ranges, reduction, shape
+from shardwise.rules import along, contraction, convolution, pointwise, ranges, reduction, shape, spatial
 from shardwise.rules.rule import Row
 
 __all__ = ["TABLE", "printed"]
@@ -18,6 +18,7 @@ def _joined() -> dict[str, Row]:
         along.ROWS,
         shape.ROWS,
         ranges.ROWS,
+        spatial.ROWS,
     ):
         if twice := table.keys() & family.keys():
             raise RuntimeError(f"{sorted(twice)} have two rows each, which is a mistake in shardwise")
