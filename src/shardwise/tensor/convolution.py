@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shardwise.comm import Coord, on_mesh, run
 from shardwise.layout import Factor, Layout, Spec, block_shape
-from shardwise.plan import Plan, plan_exchanges, plan_redistribute
+from shardwise.plan import plan_exchanges
 from shardwise.plan.windows import Window
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.exchanged import block_of, named
+from shardwise.tensor.exchanged import block_of, named, plan_to
 from shardwise.tensor.halo import Halo, halos_of, recut
 from shardwise.tensor.offer import Maker, Offer, seconds_of
 from shardwise.tensor.policy import mind
@@ -71,12 +71,6 @@ def _in_layout(x: DTensor) -> Layout:
     return x._spec.layout.with_dim(1, Factor(x.shape[1])).with_partial({})
 
 
-def _plan_to(t: Any, target: Layout) -> Plan | None:
-    if not isinstance(t, DTensor) or t._spec.layout is target:
-        return None
-    return plan_redistribute(t._spec.layout, target, t.dtype.itemsize)
-
-
 def _whole(t: Any, layout: Layout) -> Layout:
     return Layout.replicated(t.shape, layout.axes)
 
@@ -92,8 +86,8 @@ def _forward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | N
     if conv is None:
         return None
     out = recut(layout.with_dim(1, Factor(made.shape[1])), made.shape[2:])
-    first = [_plan_to(x, layout), _plan_to(w, _whole(w, layout))]
-    first.append(None if b is None else _plan_to(b, _whole(b, layout)))
+    first = [plan_to(x, layout), plan_to(w, _whole(w, layout))]
+    first.append(None if b is None else plan_to(b, _whole(b, layout)))
     moves = [h.to_positions() if conv.transposed else h.to_windows() for h in conv.halos]
     plan = plan_exchanges(layout, moves, x.dtype.itemsize)
     spec = made.with_layout(out)
@@ -136,7 +130,7 @@ def _backward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | 
     if conv is None:
         return None
     out = recut(layout.with_dim(1, Factor(grad.shape[1])), grad.shape[2:])
-    first = [_plan_to(grad, out), _plan_to(x, layout), _plan_to(w, _whole(w, layout))]
+    first = [plan_to(grad, out), plan_to(x, layout), plan_to(w, _whole(w, layout))]
     moves = [h.to_windows() if conv.transposed else h.to_positions() for h in conv.halos]
     mask = list(given["output_mask"])
     plan = plan_exchanges(out, moves if mask[0] or mask[1] else [], grad.dtype.itemsize)

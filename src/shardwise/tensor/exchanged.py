@@ -10,14 +10,14 @@ from torch import Tensor
 
 from shardwise.comm import on_mesh, run
 from shardwise.layout import Layout, Spec
-from shardwise.plan import Plan
+from shardwise.plan import Plan, plan_redistribute
 from shardwise.plan.exchange import Range
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.offer import Offer, seconds_of
 from shardwise.tensor.policy import mind
 from shardwise.tensor.prepare import tensors_in
 
-__all__ = ["block_of", "by_exchange", "fitted", "named", "plain_axes"]
+__all__ = ["block_of", "by_exchange", "fitted", "named", "plain_axes", "plan_to"]
 
 _PerBlock = Callable[..., Any]
 
@@ -26,6 +26,13 @@ def named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """The arguments of a call by name, with defaults."""
     given = {a.name: a.default_value for a in func._schema.arguments}
     return given | dict(zip(given, args, strict=False)) | kwargs
+
+
+def plan_to(t: Any, target: Layout) -> Plan | None:
+    """What brings a tensor into a layout, if it is not in it; a plain one is the same everywhere."""
+    if not isinstance(t, DTensor) or t._spec.layout is target:
+        return None
+    return plan_redistribute(t._spec.layout, target, t.dtype.itemsize)
 
 
 def block_of(t: Any, plan: Plan | None, mesh: Any) -> Tensor:

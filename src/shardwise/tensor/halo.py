@@ -59,6 +59,10 @@ class Halo:
         mine = self.positions[self.place(coord)]
         return mine, self.window.covered(self.window.touching(mine, self.count))
 
+    def near(self, coord: Coord) -> Range:
+        """The windows that touch a rank's own positions."""
+        return self.window.touching(self.positions[self.place(coord)], self.count)
+
     def place(self, coord: Coord) -> int:
         return place_of(coord, self.axes, self.on)
 
