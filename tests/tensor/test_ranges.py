@@ -19,6 +19,7 @@ OPS = {
     "select from the end": lambda x: x[:, -1],
     "split": lambda x: [p * (i + 1) for i, p in enumerate(x.split(3, 1))],
     "split with sizes": lambda x: list(x.split([1, 0, x.shape[1] - 1], 1)),
+    "one of two chunks": lambda x: x.chunk(2, 1)[0],
     "chunk": lambda x: list(x.chunk(2, 1)),
     "roll": lambda x: x.roll(3, 1),
     "roll of two dims": lambda x: x.roll((-2, 1, 9), (1, 0, 1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,17 +72,21 @@ def by_exchange(
     plan: Plan,
     outputs: Sequence[Spec],
     *,
+    first: Sequence[Plan | None] = (),
     before: _PerBlock | None = None,
     after: _PerBlock | None = None,
     listed: bool = False,
 ) -> Offer:
-    """An offer to run an op so: `before(coord, *blocks)` makes one block, the plan moves it, `after(coord, block)` ends."""
+    """An offer to run an op so: `before(coord, *blocks)` makes one block, the plan moves it, `after(coord, block)` ends.
+
+    `first` has what each tensor does before all that, or None where it stays.
+    """
     mesh = outputs[0].mesh
 
     def go(*args: Any, **kwargs: Any) -> Any:
-        mind(func, [plan])
+        mind(func, [*first, plan])
         found = tensors_in([*args, *kwargs.values()])
-        blocks = [t._local_tensor if isinstance(t, DTensor) else t for t in found]
+        blocks = [block_of(t, p, mesh) for t, p in itertools.zip_longest(found, first)]
         block: Tensor = blocks[0] if before is None else on_mesh(mesh, before, *blocks)
         block = run(plan, block, mesh)
         result = block if after is None else on_mesh(mesh, after, block)
@@ -89,4 +94,4 @@ def by_exchange(
             return [DTensor(b, spec) for b, spec in zip(result, outputs, strict=True)]
         return DTensor(result, outputs[0])
 
-    return Offer(seconds_of([plan]), go, tuple(outputs))
+    return Offer(seconds_of([*first, plan]), go, tuple(outputs))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Coord
+from shardwise.comm import block_of as block_at
 from shardwise.layout import Factor, Layout, Spec
 from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import Range, chunked, place_of
 from shardwise.plan.windows import Window
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.exchanged import by_exchange, fitted, named, plain_axes
+from shardwise.tensor.exchanged import by_exchange, fitted, named, plain_axes, plan_to
 from shardwise.tensor.offer import Maker, Offer
 from shardwise.tensor.prepare import Prepared
 
@@ -285,37 +286,39 @@ def _cat(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
     """Blocks put together on the spot are ranges of the result, which then go where they belong."""
     if recipe is None:
         return None
-    given = named(aten.cat.default, args, kwargs)
-    out = recipe.outputs[0]
-    parts: list[Any] = [t for t in given["tensors"] if t.shape != (0,) or len(out.shape) == 1]
-    if not parts or not all(isinstance(t, DTensor) and t.dtype == out.dtype for t in parts):
+    given, out = named(aten.cat.default, args, kwargs), recipe.outputs[0]
+    d, tensors = given["dim"] % len(out.shape), given["tensors"]
+    # empty ones of one dim are let pass
+    there = [i for i, t in enumerate(tensors) if t.dim() == len(out.shape)]
+    lead = max(
+        (t for t in (tensors[i] for i in there) if isinstance(t, DTensor) and plain_axes(t._spec.layout, d)),
+        key=lambda t: t.numel(),
+        default=None,
+    )
+    if lead is None or any(t.dtype != out.dtype for t in tensors):
         return None
-    layout, d = parts[0]._spec.layout, given["dim"] % len(out.shape)
-    axes = plain_axes(layout, d)
-    if axes is None or any(op not in ("sum", "avg") for _, op in layout.partial):
+    layout = lead._spec.layout
+    axes = plain_axes(layout, d) or ()
+    is_plain = [not isinstance(t, DTensor) for t in tensors]
+    if any(op not in ("sum", "avg") for _, op in layout.partial) or (layout.partial and any(is_plain)):
         return None
-    n = out.shape[d]
-    alike = _with_size(layout, d, n, axes)
-    if any(
-        plain_axes(t._spec.layout, d) != axes or _with_size(t._spec.layout, d, n, axes) is not alike
-        for t in parts
-    ):
-        return None
-    sizes = [t.shape[d] for t in parts]
+    lie = {i: _with_size(layout, d, tensors[i].shape[d], axes) for i in there}
+    first = [plan_to(t, lie[i]) if i in lie else None for i, t in enumerate(tensors)]
+    sizes = [tensors[i].shape[d] for i in there]
     cuts = [chunked(size, axes, layout.axes) for size in sizes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    wanted = tuple((r,) for r in chunked(n, axes, layout.axes))
+    wanted = tuple((r,) for r in chunked(out.shape[d], axes, layout.axes))
     owned = tuple(
         tuple((s + c[i][0], s + c[i][1]) for s, c in zip(starts, cuts, strict=True))
         for i in range(len(wanted))
     )
-    plan = plan_exchanges(alike, [Move(d, axes, owned, wanted)], out.dtype.itemsize)
-    whole = {i for i, t in enumerate(given["tensors"]) if any(t is p for p in parts)}
+    after = _with_size(layout, d, out.shape[d], axes)
+    plan = plan_exchanges(after, [Move(d, axes, owned, wanted)], out.dtype.itemsize)
 
     def before(coord: Coord, *blocks: Tensor) -> Tensor:
-        return torch.cat([b for i, b in enumerate(blocks) if i in whole], d)
+        return torch.cat([block_at(blocks[i], lie[i], coord) if is_plain[i] else blocks[i] for i in there], d)
 
-    return by_exchange(aten.cat.default, plan, [out.with_layout(alike)], before=before)
+    return by_exchange(aten.cat.default, plan, [out.with_layout(after)], first=first, before=before)
 
 
 def _unfold(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
