@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 import shardwise as sw
 from shardwise.comm import counting
-from shardwise.tensor import offers, ranges
+from shardwise.tensor import offers, ranges, slices, unfold
 
 OPS = {
     "slice": lambda x: x[:, 1:6],
@@ -55,7 +55,7 @@ def chosen(monkeypatch):
     taken = []
     real = offers.seconds_of
     monkeypatch.setattr(offers, "seconds_of", lambda plans: 1e9 * real(plans))
-    for op, make in ranges.OFFERS.items():
+    for op, make in (ranges.OFFERS | slices.OFFERS | unfold.OFFERS).items():
 
         def watched(*call, op=op, make=make):
             offer = make(*call)
@@ -124,6 +124,9 @@ def test_what_is_written_to_such_a_view_reaches_the_tensor(size):
         first, rest = x.split([2, x.shape[0] - 2])
         rest.add_(first[0])
         x[::2].zero_()
+        x.split(4)[1].mul_(3)
+        x.unbind()[1].add_(7)
+        x[:, 1].sub_(1)
         middle = x[2:6]
         x.add_(1)
         return middle * 3  # which sees what was written after it was made
@@ -137,6 +140,51 @@ def test_what_is_written_to_such_a_view_reaches_the_tensor(size):
         want = writes(dense)
         assert torch.equal(x.full_tensor().ranks[3], dense)
         assert torch.equal(seen.full_tensor().ranks[3], want)
+
+
+def test_what_is_written_goes_where_it_belongs_and_no_further():
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.zeros(64, 10), mesh, [sw.Shard(0)])
+        row = sw.distribute_tensor(torch.ones(10), mesh, [sw.Replicate()])
+        with counting() as ledger:
+            x[40] = row
+        assert ledger.bytes <= 4 * 3 * 10  # the row as it was, which all see before it is written
+        with counting() as ledger:
+            x[2:] = row
+        assert ledger.bytes <= 4 * 2 * 6 * 10  # two rows over each border, there and back
+        want = torch.ones(64, 10)
+        want[:2] = 0
+        assert torch.equal(x.full_tensor().ranks[2], want)
+
+
+def test_a_view_and_its_tensor_stay_one_where_communication_is_forbidden():
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.zeros(9), mesh, [sw.Shard(0)])
+        view = x[1:]
+        with sw.policy(implicit="error"):
+            view.fill_(2)
+        assert torch.equal(x.full_tensor().ranks[0], torch.tensor([0.0] + [2] * 8))
+
+
+def test_scatters_into_a_split_dim():
+    torch.manual_seed(0)
+    dense, part, row = torch.randn(9, 4), torch.randn(3, 4), torch.randn(4)
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for lie in ([sw.Shard(0), sw.Shard(0)], [sw.Shard(1), sw.Shard(0)], [sw.Shard(0), sw.Partial()]):
+            x = sw.distribute_tensor(dense, mesh, lie)
+            for other in ([sw.Replicate(), sw.Replicate()], [sw.Shard(0), sw.Partial()]):
+                p, r = (sw.distribute_tensor(t, mesh, other) for t in (part, row))
+                got = x.slice_scatter(p, 0, 1, 8, 3), x.select_scatter(r, 0, -2)
+                assert got[0].layout is x.layout or p.layout.partial
+                for g, want in zip(
+                    got,
+                    (dense.slice_scatter(part, 0, 1, 8, 3), dense.select_scatter(row, 0, -2)),
+                    strict=True,
+                ):
+                    torch.testing.assert_close(g.full_tensor().ranks[3], want)
 
 
 def test_such_a_move_can_be_forbidden():

@@ -82,7 +82,21 @@ def _stacked(call: Call) -> Rule | None:
     return Rule(tuple(every), (after,), linear=(frozenset(range(len(call.shapes))),))
 
 
+def _scattered(drops: bool) -> Callable[[Call], Rule | None]:
+    """A range of a tensor, or one position, is another tensor's: whole along that dim, alike along the others."""
+
+    def build(call: Call) -> Rule | None:
+        ndim = len(call.shapes[0])
+        d = call.args["dim"] % ndim
+        said = _letters(ndim, d)
+        return Rule((said, said[:d] + said[d + 1 :] if drops else said), (said,), linear=(frozenset({0, 1}),))
+
+    return build
+
+
 ROWS: dict[str, Row] = {
+    "aten.slice_scatter.default": Row("… !d …, … !d … -> … !d …; linear in (0,1)", _scattered(drops=False)),
+    "aten.select_scatter.default": Row("… !d …, … … -> … !d …; linear in (0,1)", _scattered(drops=True)),
     "aten.slice_backward.default": _ranged("… !d … -> … !d …", _same_dims, sized=True),
     "aten.select_backward.default": _ranged("… … -> … !d …", _select_backward, sized=True),
     "aten.unfold.default": _ranged("… !d … -> … !d … !", _unfold, copies=True),

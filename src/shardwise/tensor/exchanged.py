@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import on_mesh, run
-from shardwise.layout import Layout, Spec
+from shardwise.layout import Factor, Layout, Spec
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.plan.exchange import Range
 from shardwise.tensor.dtensor import DTensor
@@ -18,7 +18,7 @@ from shardwise.tensor.offer import Offer, seconds_of
 from shardwise.tensor.policy import mind
 from shardwise.tensor.prepare import tensors_in
 
-__all__ = ["block_of", "by_exchange", "fitted", "named", "plain_axes", "plan_to"]
+__all__ = ["block_of", "by_exchange", "fitted", "named", "plain_axes", "plan_to", "with_size"]
 
 _PerBlock = Callable[..., Any]
 
@@ -54,6 +54,11 @@ def plain_axes(layout: Layout, d: int) -> tuple[int, ...] | None:
     if not any(f.axes for f in factors):
         return ()
     return factors[0].axes if len(factors) == 1 else None
+
+
+def with_size(layout: Layout, d: int, size: int, axes: Sequence[int]) -> Layout:
+    """A layout with another size along a dim, cut plainly by these axes."""
+    return layout.with_dim(d, Factor(size, tuple(axes)))
 
 
 def fitted(block: Tensor, d: int, has: Range, wants: Range) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.tensor import convolution, pooling, ranges, statistics
+from shardwise.tensor import convolution, pooling, ranges, slices, statistics, unfold
 from shardwise.tensor.offer import Maker, Offer, seconds_of
 from shardwise.tensor.prepare import Prepared, tensors_in
 from shardwise.tensor.whole import plans_to_whole
@@ -12,7 +12,8 @@ from shardwise.tensor.whole import plans_to_whole
 __all__ = ["OFFERS", "better", "offered"]
 
 # By op. A family of programs is a file with such a dictionary.
-OFFERS: dict[Any, Maker] = {**statistics.OFFERS, **ranges.OFFERS, **convolution.OFFERS, **pooling.OFFERS}
+_FAMILIES = (statistics, slices, ranges, unfold, convolution, pooling)
+OFFERS: dict[Any, Maker] = {op: make for family in _FAMILIES for op, make in family.OFFERS.items()}
 
 
 def better(func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offer | None:
