@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from shardwise.layout import Axes, Layout, cut
@@ -36,7 +36,8 @@ class Move(NamedTuple):
     wanted: tuple[Ranges, ...]
 
 
-def chunked(size: int, axes: Sequence[int], on: Axes) -> tuple[Range, ...]:
+@lru_cache(maxsize=4096)
+def chunked(size: int, axes: tuple[int, ...], on: Axes) -> tuple[Range, ...]:
     """The ranges of a dim that some axes cut one after the other, by their coords in row-major order.
 
     >>> chunked(5, (1, 0), Axes((2, 2)))
