@@ -169,6 +169,42 @@ def test_a_halo_is_one_row_from_each_neighbour():
     assert plan_redistribute(split, whole, 4).bytes == 192 * row
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("groups", [4, 6, 3])
+def test_groups_stay_where_their_channels_are(groups, has_bias, transposed, chosen):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * groups, 5, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(
+        2 * groups if transposed else 3 * groups, 3 if transposed else 2, 3, 3, dtype=torch.float64
+    )
+    w.requires_grad_()
+    b = torch.randn(3 * groups, dtype=torch.float64, requires_grad=True) if has_bias else None
+    conv = functional.conv_transpose2d if transposed else functional.conv2d
+    want = conv(x, w, b, groups=groups)
+    weights = torch.randn_like(want)
+    (want * weights).sum().backward()
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def put(t, *said):
+            return sw.distribute_tensor(t.detach(), mesh, said).requires_grad_()
+
+        y = put(x, sw.Shard(0), sw.Shard(1))
+        rest = [t if t is None else put(t, sw.Replicate(), sw.Replicate()) for t in (w, b)]
+        with counting() as ledger:
+            got = conv(y, *rest, groups=groups)
+        is_even = groups % 2 == 0
+        assert (ledger.bytes == 0) == is_even
+        assert not is_even or str(got.layout).startswith(f"[3:dp, {3 * groups}:tp, ")
+        torch.testing.assert_close(got.full_tensor().ranks[1], want)
+        (got * sw.distribute_tensor(weights, mesh, [sw.Replicate()] * 2)).sum().backward()
+        for ours, t in zip([y, *rest], [x, w, b], strict=True):
+            if t is not None:
+                torch.testing.assert_close(ours.grad.full_tensor().ranks[3], t.grad)
+    assert bool(chosen) == is_even
+
+
 def test_patches_that_do_not_overlap_need_no_halo():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
