@@ -6,6 +6,7 @@ from torch.nn.functional import pad
 
 import shardwise as sw
 from shardwise.comm import counting
+from shardwise.experimental import implicit_replication
 from shardwise.tensor import offers, ranges, slices, unfold
 
 OPS = {
@@ -49,6 +50,12 @@ def listed(result):
     return result if isinstance(result, list) else [result]
 
 
+def alike(t, g, mesh):
+    """A tensor that lies as another does, so that the gradient does too."""
+    said = [sw.Replicate() if p.is_partial() else p for p in g.placements]
+    return sw.distribute_tensor(t, mesh, said)
+
+
 @pytest.fixture
 def chosen(monkeypatch):
     """The ops for which an offer was taken; gathering costs the world, so that small tensors take this way too."""
@@ -83,10 +90,7 @@ def test_the_answer_and_the_gradient_are_the_dense_ones(name, where, chosen, cap
             got = listed(OPS[name](x))
             for g, w in zip(got, want, strict=True):
                 torch.testing.assert_close(g.full_tensor().ranks[1], w)
-            whole = [sw.Replicate()] * len(shape)
-            sum(
-                (g * sw.distribute_tensor(v, mesh, whole)).sum() for g, v in zip(got, weights, strict=True)
-            ).backward()
+            sum((g * alike(v, g, mesh)).sum() for g, v in zip(got, weights, strict=True)).backward()
             torch.testing.assert_close(x.grad.full_tensor().ranks[2], dense.grad)
     assert chosen or name == "stack" or (name, where) == ("pad by a number", "pending")
     assert "ran on the whole" not in caplog.text
@@ -227,3 +231,12 @@ def test_a_factored_dim_is_left_to_the_row():
         x = sw.distribute_tensor(whole, mesh, [sw.Shard(1)]).flatten()
         assert str(x.layout) == "[3 4:tp]"
         assert torch.equal(x[2:9].full_tensor().ranks[0], whole.flatten()[2:9])
+
+
+def test_a_plain_tensor_beside_parts_of_a_sum_counts_once():
+    x, plain = torch.randn(6, 4), torch.randn(3, 4)
+    with sw.simulate(4), implicit_replication():
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for lie in ([sw.Shard(0), sw.Partial()], [sw.Shard(0), sw.Shard(1)]):
+            got = torch.cat([sw.distribute_tensor(x, mesh, lie), plain])
+            torch.testing.assert_close(got.full_tensor().ranks[2], torch.cat([x, plain]))
