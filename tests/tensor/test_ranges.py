@@ -240,3 +240,43 @@ def test_a_plain_tensor_beside_parts_of_a_sum_counts_once():
         for lie in ([sw.Shard(0), sw.Partial()], [sw.Shard(0), sw.Shard(1)]):
             got = torch.cat([sw.distribute_tensor(x, mesh, lie), plain])
             torch.testing.assert_close(got.full_tensor().ranks[2], torch.cat([x, plain]))
+
+
+def program(ranks):
+    """Ranges on real ranks: values, layouts and writes; a rank off the mesh knows the layouts too."""
+    mesh = sw.DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("tp",))
+    x = sw.distribute_tensor(torch.arange(18.0).view(9, 2), mesh, [sw.Shard(0)])
+    made = [
+        x[1:],
+        x[::2],
+        x[4],
+        x.flip(0),
+        x.roll(2, 0),
+        torch.cat([x, x[:3]]),
+        pad(x, (0, 0, 1, 1)),
+        *x.split(4),
+    ]
+    x[3:7].mul_(2)
+    x[0] = 5
+    layouts = [str(t.layout) for t in made]
+    on = mesh.get_coordinate() is not None
+    return layouts, [t.full_tensor() for t in (*made, x)] if on else []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [3, 1]])
+def test_real_processes_do_the_same(workers, ranks):
+    dense = torch.arange(18.0).view(9, 2)
+    first = dense.clone()
+    dense[3:7] *= 2
+    dense[0] = 5
+    want = [
+        dense[1:], dense[::2], dense[4], first.flip(0), first.roll(2, 0), torch.cat([first, first[:3]]),
+        pad(first, (0, 0, 1, 1)), *dense.split(4), dense,
+    ]  # fmt: skip
+    results = workers.run(program, ranks)
+    assert all(layouts == results[0][0] for layouts, _ in results)
+    for rank, (_, got) in enumerate(results):
+        assert bool(got) == (rank in ranks)
+        for g, w in zip(got, want, strict=False):
+            assert torch.equal(g, w)
