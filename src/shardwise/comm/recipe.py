@@ -26,7 +26,8 @@ from shardwise.comm.wire import (
     scaled,
 )
 from shardwise.layout import Box, Pieces, block_shape, meet, refine
-from shardwise.plan import AllGather, AllReduce, AllToAll, Identity, ReduceScatter, Slice, Step
+from shardwise.plan import AllGather, AllReduce, AllToAll, Exchange, Identity, ReduceScatter, Slice, Step
+from shardwise.plan.exchange import overlaps, place_of
 
 __all__ = ["Recipe", "recipe_for"]
 
@@ -55,6 +56,8 @@ def recipe_for(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torch.dty
             return _local(_slice(step, me))
         case Identity():
             return _local(_identity(step, me))
+        case Exchange():
+            return _exchange(step, me, peers, dtype)
         case AllGather() | AllToAll():
             return _move(step, me, peers, dtype)
         case AllReduce():
@@ -126,21 +129,56 @@ def _move(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torch.dtype) -
             return Recipe("all_gather", _flat, _unpack_gathered(blocks.pop(), shape, arriving), codec)
     leaving = [meet(pieces, sizes, me, p)[0] for p in peers]
     mine = peers.index(me)
-    kept = meet(pieces, sizes, me, me)
-    send = tuple(0 if i == mine else box_count(b) for i, b in enumerate(leaving))
-    receive = tuple(0 if i == mine else box_count(b) for i, b in enumerate(arriving))
+    return _by_boxes([[b] for b in leaving], [[b] for b in arriving], mine, shape, codec)
+
+
+def _exchange(step: Exchange, me: Coord, peers: tuple[Coord, ...], dtype: torch.dtype) -> Recipe:
+    """Ranges of a dim, each from who owns it."""
+    on = step.source.axes
+    before, after = step.shape_before(me), step.shape_at(me)
+    here = place_of(me, step.axes, on)
+
+    def box(block: tuple[int, ...], start: int, length: int) -> Box:
+        lengths = tuple((n,) for n in block)
+        starts = tuple((start if d == step.dim else 0,) for d in range(len(block)))
+        return Box(lengths, starts, tuple((length if d == step.dim else n,) for d, n in enumerate(block)))
+
+    leaving, arriving = [], []
+    for place in [place_of(p, step.axes, on) for p in peers or (me,)]:
+        out = overlaps(step.owned[here], step.wanted[place])
+        coming = overlaps(step.owned[place], step.wanted[here])
+        leaving.append([box(before, o.start, o.length) for o in out])
+        arriving.append([box(after, o.into, o.length) for o in coming])
+    if sum(box_count(b) for boxes in arriving for b in boxes) != math.prod(after):
+        raise RuntimeError(f"{step} wants what nobody owns, which is a mistake in shardwise")
+    mine = peers.index(me) if peers else 0
+    recipe = _by_boxes(leaving, arriving, mine, after, move_codec(dtype))
+    return recipe if step.is_collective else _local(lambda block: recipe.unpack(block.new_empty(0), block))
+
+
+def _by_boxes(
+    leaving: list[list[Box]], arriving: list[list[Box]], mine: int, shape: tuple[int, ...], codec: Codec
+) -> Recipe:
+    """An all-to-all of boxes: those that leave for each peer, and where those that come from it go."""
+    keeping = list(zip(leaving[mine], arriving[mine], strict=True))
+    going = [[] if i == mine else [b for b in boxes if box_count(b)] for i, boxes in enumerate(leaving)]
+    coming = [[] if i == mine else [b for b in boxes if box_count(b)] for i, boxes in enumerate(arriving)]
+    send = tuple(sum(map(box_count, boxes)) for boxes in going)
+    receive = tuple(sum(map(box_count, boxes)) for boxes in coming)
+    flat = [b for boxes in coming for b in boxes]
+    counts = [box_count(b) for b in flat]
 
     def pack(block: Tensor) -> Tensor:
-        parts = [cut_box(block, b).reshape(-1) for b, n in zip(leaving, send, strict=True) if n]
+        parts = [cut_box(block, b).reshape(-1) for boxes in going for b in boxes]
         return torch.cat(parts) if parts else block.new_empty(0)
 
     def unpack(received: Tensor, block: Tensor) -> Tensor:
         out = received.new_empty(shape)
-        if box_count(kept[1]):
-            set_box(out, kept[1], cut_box(block, kept[0]))
-        for part, box in zip(received.split(receive), arriving, strict=True):
-            if part.numel():
-                set_box(out, box, part)
+        for here, there in keeping:
+            if box_count(there):
+                set_box(out, there, cut_box(block, here))
+        for part, box in zip(received.split(counts) if counts else (), flat, strict=True):
+            set_box(out, box, part)
         return out
 
     return Recipe("all_to_all", pack, unpack, codec, send, receive)

@@ -26,7 +26,6 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, recipe_for
 from shardwise.comm.wire import reduce_all, reduce_codec
-from shardwise.layout import block_shape
 from shardwise.plan import AllReduce, Plan, Step
 
 __all__ = ["run", "start"]
@@ -176,7 +175,7 @@ def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
 
 def _imagined(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
     """A step on meta tensors: shapes follow from the layout and bytes from the plan, so no rank need be played."""
-    shapes = {r: block_shape(step.target, c) for r, c in members_of(mesh).items()}
+    shapes = {r: step.shape_at(c) for r, c in members_of(mesh).items()}
     entry = None
     if step.is_collective:
         me = next(iter(members_of(mesh).values()))

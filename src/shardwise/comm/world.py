@@ -88,13 +88,13 @@ def _rank_values(values: tuple[Any, ...], rank: int) -> list[Any]:
     return [at_rank(v, rank) for v in values]
 
 
-def on_mesh(mesh: DeviceMesh, fn: Callable[..., Tensor], *blocks: Tensor) -> Tensor | None:
+def on_mesh(mesh: DeviceMesh, fn: Callable[..., Any], *blocks: Tensor) -> Any:
     """Call `fn(coord, *blocks)` on each rank of the mesh that this process plays; None if it plays none.
 
     Everything that depends on the coord goes through here.
     """
     if _simulated or any(type(b) is PerRank for b in blocks):
         coords = members_of(mesh)
-        return PerRank({r: fn(c, *_rank_values(blocks, r)) for r, c in coords.items()})
+        return join({r: fn(c, *_rank_values(blocks, r)) for r, c in coords.items()}, name_of(fn))
     coord: Coord | None = coord_of(mesh)
     return None if coord is None else fn(coord, *blocks)

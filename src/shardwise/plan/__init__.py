@@ -1,6 +1,7 @@
 """Plans: what to send, chosen before anything is sent."""
 
 from shardwise.plan.cost import CostModel
+from shardwise.plan.exchange import Exchange, Move, plan_exchanges
 from shardwise.plan.op import Choice, choose, choose_view
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.step import (
@@ -21,7 +22,9 @@ __all__ = [
     "AllToAll",
     "Choice",
     "CostModel",
+    "Exchange",
     "Identity",
+    "Move",
     "Permute",
     "Plan",
     "ReduceScatter",
@@ -29,5 +32,6 @@ __all__ = [
     "Step",
     "choose",
     "choose_view",
+    "plan_exchanges",
     "plan_redistribute",
 ]

@@ -38,7 +38,7 @@ class CostModel:
 
     def seconds(self, step: Step, itemsize: int) -> float:
         """The modelled time of one step; local ones are free."""
-        if not step.axes:
+        if not step.is_collective:
             return 0.0
         latency, width = self.pace(step.axes)
         return latency + step.elements * itemsize / step.source.axes.count / width

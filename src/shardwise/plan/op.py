@@ -88,10 +88,10 @@ def choose(
 
 
 def _has_empty(layout: Layout) -> bool:
-    """Whether some rank has no elements of a tensor that has some."""
+    """Whether some rank has no part of a dim that has some."""
     sizes = layout.axes.sizes
-    return 0 not in layout.shape and any(
-        low == high
+    return any(
+        low == high and f.size > 0
         for dim in layout.dims
         for f in dim
         for low, high in [cut(f.size, [sizes[a] for a in f.axes], [sizes[a] - 1 for a in f.axes])]

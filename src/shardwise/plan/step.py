@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from shardwise.layout import Layout
+from shardwise.layout import Layout, block_shape
 from shardwise.plan.traffic import elements_kept, elements_shared
 
 __all__ = [
@@ -40,6 +41,10 @@ class Step:
     @property
     def is_collective(self) -> bool:
         return bool(self.axes)
+
+    def shape_at(self, coord: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the block that a coord ends with."""
+        return block_shape(self.target, coord)
 
     @property
     def group_size(self) -> int:

@@ -9,7 +9,7 @@ from shardwise.rules.notation import groups_of, linear_text
 from shardwise.rules.reduction import reduction_letters
 from shardwise.rules.rule import Letters, Row, Rule
 
-__all__ = ["ROWS", "along"]
+__all__ = ["ROWS", "along", "last"]
 
 _Dims = Callable[[Call], Sequence[int]]
 
@@ -46,7 +46,7 @@ def along(dims: _Dims | None = None, *, linear: Sequence[Sequence[int]] = (), em
     return Row("… !d -> … !d" + linear_text(linear), build)
 
 
-def _last(n: int) -> _Dims:
+def last(n: int) -> _Dims:
     return lambda call: range(max(len(call.shapes[0]) - n, 0), len(call.shapes[0]))
 
 
@@ -73,7 +73,7 @@ def _names(text: str) -> list[str]:
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
-        _names("_softmax _safe_softmax _log_softmax glu"),
+        _names("_softmax _safe_softmax _log_softmax"),
         along(),
     ),
     **dict.fromkeys(
@@ -91,21 +91,4 @@ ROWS: dict[str, Row] = {
         _reducing(),
     ),
     "aten.native_layer_norm.default": along(_normalized),
-    **dict.fromkeys(
-        _names("reflection_pad1d replication_pad1d upsample_nearest1d upsample_linear1d"), along(_last(1))
-    ),
-    **dict.fromkeys(
-        _names(
-            "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d "
-            "upsample_bicubic2d reflection_pad2d replication_pad2d adaptive_max_pool2d"
-        ),
-        along(_last(2)),
-    ),
-    **dict.fromkeys(
-        _names(
-            "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d "
-            "replication_pad3d reflection_pad3d"
-        ),
-        along(_last(3)),
-    ),
 }

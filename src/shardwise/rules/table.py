@@ -5,14 +5,17 @@ from __future__ import annotations
 from shardwise.rules import (
     along,
     contraction,
+    convolution,
     creation,
     indexing,
     linalg,
     pointwise,
+    ranges,
     reduction,
     scatter,
     search,
     shape,
+    spatial,
     views,
 )
 from shardwise.rules.rule import Row
@@ -31,6 +34,9 @@ _FAMILIES = (
     linalg.ROWS,
     views.ROWS,
     search.ROWS,
+    convolution.ROWS,
+    ranges.ROWS,
+    spatial.ROWS,
 )
 
 

@@ -16,6 +16,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.flags import heeding
 from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
 from shardwise.tensor.general import general, writes
+from shardwise.tensor.offer import Offer
 from shardwise.tensor.offers import better
 from shardwise.tensor.policy import replicates
 from shardwise.tensor.prepare import Prepared, prepare, row_name, tensors_in
@@ -185,16 +186,20 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     first = check_operands(func, args, kwargs)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
         recipe = prepare(func, args, kwargs)
-        return lambda a, k: off_mesh(func, a, k, recipe)
+        specs = None if recipe is None else recipe.outputs
+        if (offer := better(func, recipe, args, kwargs)) is not None:
+            specs = offer.outputs or specs
+        return lambda a, k: off_mesh(func, a, k, specs)
     if torch.Tag.inplace_view in func.tags:
         return lambda a, k: _become(func, a, k)
     recipe = prepare(func, args, kwargs)
     if recipe is None and is_composite(func):
         return lambda a, k: func.decompose(*a, **k)
-    if (program := better(func, recipe, args, kwargs)) is not None:
-        return lambda a, k: program(*a, **k)
+    offer = better(func, recipe, args, kwargs)
     if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
-        return lambda a, k: remembered(func, a, k, _moved(func, recipe, a, k))
+        return lambda a, k: remembered(func, a, k, _moved(func, recipe, offer, a, k))
+    if offer is not None:
+        return lambda a, k: offer.run(*a, **k)
     if recipe is None:
         return cheaper_program(func, args, kwargs) or (lambda a, k: on_whole(func, a, k))
     return _direct(func, recipe, args, kwargs) or (lambda a, k: general(func, recipe, a, k))
@@ -236,7 +241,11 @@ def _is_cut(x: Any) -> bool:
     return isinstance(x, DTensor) and bool(x._spec.layout.sharded or x._spec.layout.partial)
 
 
-def _moved(func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _moved(
+    func: Any, recipe: Prepared | None, offer: Offer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if offer is not None:
+        return offer.run(*args, **kwargs)
     return on_whole(func, args, kwargs) if recipe is None else general(func, recipe, args, kwargs)
 
 

@@ -80,7 +80,10 @@ def _joined(results: dict[Any, Any]) -> Any:
     first = next(iter(results.values()))
     if isinstance(first, Tensor):
         return PerRank(results)
-    return type(first)(PerRank({r: v[i] for r, v in results.items()}) for i in range(len(first)))
+    return type(first)(
+        None if part is None else PerRank({r: v[i] for r, v in results.items()})
+        for i, part in enumerate(first)
+    )
 
 
 def _filled(value: Any, blocks: Any) -> Any:

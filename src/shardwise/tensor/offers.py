@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from shardwise.tensor import statistics
+from shardwise.tensor import convolution, pooling, ranges, resampled, slices, statistics, unfold
 from shardwise.tensor.offer import Maker, Offer, seconds_of
 from shardwise.tensor.prepare import Prepared, tensors_in
 from shardwise.tensor.whole import plans_to_whole
@@ -13,19 +12,18 @@ from shardwise.tensor.whole import plans_to_whole
 __all__ = ["OFFERS", "better", "offered"]
 
 # By op. A family of programs is a file with such a dictionary.
-OFFERS: dict[Any, Maker] = {**statistics.OFFERS}
+_FAMILIES = (statistics, slices, ranges, unfold, convolution, pooling, resampled)
+OFFERS: dict[Any, Maker] = {op: make for family in _FAMILIES for op, make in family.OFFERS.items()}
 
 
-def better(
-    func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[..., Any] | None:
+def better(func: Any, recipe: Prepared | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offer | None:
     """What is offered for a call, if it is cheaper than the row's recipe, or than the whole where there is none."""
     if func not in OFFERS:
         return None
     plans = plans_to_whole(tensors_in([*args, *kwargs.values()])) if recipe is None else recipe.moves
     known = seconds_of(plans)
     offer = offered(func, recipe, args, kwargs) if known else None
-    return None if offer is None or offer.seconds >= known else offer.run
+    return None if offer is None or offer.seconds >= known else offer
 
 
 def offered(

@@ -84,13 +84,16 @@ def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if program is not None and (inside := rehearsed(program, args, kwargs)) is not None and inside < here:
             _seconds[-1] += inside
             here = 0.0
-    _seconds[-1] += here if offer is None else min(here, offer.seconds)
+    specs = None if recipe is None else recipe.outputs
+    if offer is not None and offer.seconds < here:
+        here, specs = offer.seconds, offer.outputs or specs
+    _seconds[-1] += here
     if written := written_by(func, args, kwargs):
         return written[0]
     results = made(func, args, kwargs)
     if results is None:
         raise NotImplementedError(f"{func} cannot be rehearsed: what it makes depends on values")
-    return _cast(func, results, None if recipe is None else recipe.outputs, args, kwargs)
+    return _cast(func, results, specs, args, kwargs)
 
 
 def _cast(

@@ -17,7 +17,6 @@ from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
-from shardwise.tensor.prepare import Prepared
 
 __all__ = [
     "check_operands",
@@ -70,7 +69,7 @@ def plans_to_whole(found: Sequence[Tensor]) -> list[Plan]:
     ]
 
 
-def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Any:
+def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec] | None) -> Any:
     """An op on a rank that is not on the mesh: it holds nothing and makes nothing, of the right shape and dtype."""
     if written_by(func, args, kwargs):
         return args[0]
@@ -86,7 +85,7 @@ def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: P
             why="this rank holds nothing of the tensor, and the op's result depends on its values",
             fix="call it only where mesh.get_coordinate() is not None",
         ) from error
-    return _nothing(result, first, None if recipe is None else iter(recipe.outputs))
+    return _nothing(result, first, None if specs is None else iter(specs))
 
 
 def _nothing(result: Any, first: DTensor, specs: Iterator[Spec] | None) -> Any:

@@ -6,14 +6,17 @@ is a `View`: it remembers what it is of. It is a class of its own so that no oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import map_ranks
+from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.exchanged import named
+from shardwise.tensor.policy import policy
 from shardwise.tensor.whole import gathered, write_back, written_by
 
 __all__ = ["View", "is_view", "remembered", "returning"]
@@ -128,14 +131,40 @@ def _bring_up(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _write_through(view: View) -> None:
-    """Bring the value of a view into its base: on the whole, where a view is one."""
+    """Bring the value of a view into its base: where it belongs, or else on the whole, where a view is one."""
     base, func, args, kwargs, number = view._origin
-    whole = gathered(func, base)
-    seen = map_ranks(func, whole, *args, **kwargs)
     copy = torch.ops.aten.copy_.default
-    value = gathered(copy, DTensor(_held.__get__(view), view._spec))
-    map_ranks(copy, seen if number is None else seen[number], value)
-    write_back(base, whole)
+    value = DTensor(_held.__get__(view), view._spec)
+    if (put := _scatter(func, number, base, *args, **kwargs)) is not None:
+        # the view is written already: to be refused now would leave the two apart
+        with torch.no_grad(), policy(implicit="allow"):
+            made = put(DTensor(base._local_tensor, base._spec), value)
+        map_ranks(copy, base._local_tensor, redistributed(made, base._spec.layout)._local_tensor)
+    else:
+        whole = gathered(func, base)
+        seen = map_ranks(func, whole, *args, **kwargs)
+        map_ranks(copy, seen if number is None else seen[number], gathered(copy, value))
+        write_back(base, whole)
     base.__dict__["_written_through"] = base.__dict__.get("_written_through", 0) + 1
     if isinstance(base, View):
         _write_through(base)
+
+
+def _scatter(
+    func: Any, number: int | None, base: DTensor, *args: Any, **kwargs: Any
+) -> Callable[[DTensor, DTensor], DTensor] | None:
+    """What sets the value of a view into its base, if it is a range or a position of one dim."""
+    aten = torch.ops.aten
+    given = named(func, (base, *args), kwargs)
+    dim = given.get("dim", 0)
+    if func is aten.slice.Tensor:
+        low, high, step = given["start"], given["end"], given["step"]
+        return lambda x, value: aten.slice_scatter.default(x, value, dim, low, high, step)
+    if func is aten.select.int or func is aten.unbind.int:
+        index = given["index"] if number is None else number
+        return lambda x, value: aten.select_scatter.default(x, value, dim, index)
+    if number is None or func not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return None
+    sizes = given.get("split_sizes") or [given["split_size"]] * number
+    low = sum(sizes[:number])
+    return lambda x, value: aten.slice_scatter.default(x, value, dim, low, low + value.shape[dim])

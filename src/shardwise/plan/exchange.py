@@ -1,0 +1,167 @@
+"""An exchange of index ranges along one dim: each rank gets the positions it wants, and sends no others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from shardwise.layout import Axes, Layout, cut
+from shardwise.plan.step import Plan, Step
+
+__all__ = ["Exchange", "Extent", "Move", "Range", "Ranges", "chunked", "place_of", "plan_exchanges"]
+
+Range = tuple[int, int]
+"""Positions along a dim: `[low, high)`."""
+Ranges = tuple[Range, ...]
+"""What one rank has or wants along a dim, in the order in which its block has it."""
+
+
+class Extent(NamedTuple):
+    """How long blocks are along a dim, by the coords on the axes that split it, in row-major order."""
+
+    axes: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """What is to move along one dim that some axes split: what each of their coords has, and what it wants."""
+
+    dim: int
+    axes: tuple[int, ...]
+    owned: tuple[Ranges, ...]
+    wanted: tuple[Ranges, ...]
+
+
+@lru_cache(maxsize=4096)
+def chunked(size: int, axes: tuple[int, ...], on: Axes) -> tuple[Range, ...]:
+    """The ranges of a dim that some axes cut one after the other, by their coords in row-major order.
+
+    >>> chunked(5, (1, 0), Axes((2, 2)))
+    ((0, 2), (2, 3), (3, 4), (4, 5))
+    """
+    parts = on.sizes_of(axes)
+    return tuple(cut(size, parts, c) for c in itertools.product(*map(range, parts)))
+
+
+def place_of(coord: Sequence[int], axes: Sequence[int], on: Axes) -> int:
+    """The place of a coord among those on some axes, in row-major order.
+
+    >>> place_of((1, 0, 2), (2, 0), Axes((2, 2, 3)))
+    5
+    """
+    out = 0
+    for a in axes:
+        out = out * on.sizes[a] + coord[a]
+    return out
+
+
+def total(ranges: Ranges) -> int:
+    """How many positions some ranges have."""
+    return sum(high - low for low, high in ranges)
+
+
+class Overlap(NamedTuple):
+    """A common part of what one rank has and another wants: where it begins in either's block, and its length."""
+
+    start: int
+    into: int
+    length: int
+
+
+def overlaps(owned: Ranges, wanted: Ranges) -> list[Overlap]:
+    """The common parts of what a block has and what another is to have, in the order of the latter."""
+    out = []
+    into = 0
+    for low, high in wanted:
+        start = 0
+        for a, b in owned:
+            first, last = max(low, a), min(high, b)
+            if first < last:
+                out.append(Overlap(start + first - a, into + first - low, last - first))
+            start += b - a
+        into += high - low
+    return sorted(out, key=lambda o: o.into)
+
+
+@dataclass(frozen=True)
+class Exchange(Step):
+    """Each rank gets the ranges it wants of a dim from those that own them; what it owns itself is not sent.
+
+    `owned` and `wanted` are by place in the group, over `axes` in row-major order; what is owned does not overlap, what
+    is wanted may. `extents` say how long blocks are along the other dims, for after another exchange no layout does.
+    """
+
+    dim: int = 0
+    owned: tuple[Ranges, ...] = ()
+    wanted: tuple[Ranges, ...] = ()
+    extents: tuple[Extent, ...] = ()
+
+    name = "exchange"
+
+    @cached_property
+    def elements(self) -> int:
+        pairs = zip(self.owned, self.wanted, strict=True)
+        arriving = sum(total(w) - sum(o.length for o in overlaps(h, w)) for h, w in pairs)
+        used = {*self.axes, *(a for d, e in enumerate(self.extents) if d != self.dim for a in e.axes)}
+        copies = math.prod(n for a, n in enumerate(self.source.axes.sizes) if a not in used)
+        beside = math.prod(sum(e.lengths) for d, e in enumerate(self.extents) if d != self.dim)
+        return arriving * copies * beside
+
+    @property
+    def is_collective(self) -> bool:
+        return self.elements > 0
+
+    def shape_at(self, coord: Sequence[int]) -> tuple[int, ...]:
+        out = list(self.shape_before(coord))
+        out[self.dim] = total(self.wanted[place_of(coord, self.axes, self.source.axes)])
+        return tuple(out)
+
+    def shape_before(self, coord: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the block that a coord starts from."""
+        on = self.source.axes
+        out = [e.lengths[place_of(coord, e.axes, on)] for e in self.extents]
+        out[self.dim] = total(self.owned[place_of(coord, self.axes, on)])
+        return tuple(out)
+
+    def __str__(self) -> str:
+        over = f" over {','.join(self.source.axes.names_of(self.axes))}" if self.axes else ""
+        return f"{self.name}{over} along dim {self.dim}: {self.source}"
+
+
+def plan_exchanges(source: Layout, moves: Sequence[Move], itemsize: int) -> Plan:
+    """Exchanges along some dims of a tensor in this layout, one after the other; those that change nothing are left out.
+
+    The plan ends in no layout in general: blocks are as the moves say. What is `owned` may differ from what the layout
+    says, if blocks are first cut or put together on the spot.
+
+    >>> from shardwise.layout import parse_layout
+    >>> on = Axes((2,), ("tp",))
+    >>> halo = Move(0, (0,), (((0, 3),), ((3, 5),)), (((0, 4),), ((2, 5),)))
+    >>> print(plan_exchanges(parse_layout("[5:tp, 4]", on)[0], [halo], itemsize=4))
+    [5:tp, 4] -> [5:tp, 4]
+      exchange over tp along dim 0: [5:tp, 4]   32 B
+    """
+    extents = [_extent(source, d) for d in range(source.ndim)]
+    for move in moves:
+        extents[move.dim] = Extent(move.axes, tuple(map(total, move.owned)))
+    steps = []
+    for dim, axes, owned, wanted in moves:
+        if owned != wanted:
+            steps.append(Exchange(source, source, axes, dim, owned, wanted, tuple(extents)))
+            extents[dim] = Extent(axes, tuple(map(total, wanted)))
+    return Plan(source, source, tuple(steps), itemsize)
+
+
+def _extent(layout: Layout, d: int) -> Extent:
+    factors, on = layout.dims[d], layout.axes
+    axes = tuple(a for f in factors for a in f.axes)
+    lengths = []
+    for here in itertools.product(*map(range, on.sizes_of(axes))):
+        at = dict(zip(axes, here, strict=True))
+        cuts = (cut(f.size, on.sizes_of(f.axes), [at[a] for a in f.axes]) for f in factors)
+        lengths.append(math.prod(high - low for low, high in cuts))
+    return Extent(axes, tuple(lengths))
