@@ -1,7 +1,7 @@
 """Plans: what to send, chosen before anything is sent."""
 
 from shardwise.plan.cost import CostModel
-from shardwise.plan.op import Choice, choose, choose_view
+from shardwise.plan.op import Choice, choose, choose_view, every_choice
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.step import (
     AllGather,
@@ -29,5 +29,6 @@ __all__ = [
     "Step",
     "choose",
     "choose_view",
+    "every_choice",
     "plan_redistribute",
 ]

@@ -84,10 +84,10 @@ ROWS: dict[str, Row] = {
     "aten.bmm.default": row("b m k, b k n -> b m n", linear=[[0], [1]], reads=False),
     "aten.mv.default": row("m k, k -> m", linear=[[0], [1]], reads=False),
     "aten.dot.default": row("k, k -> ", linear=[[0], [1]], reads=False),
-    "aten.vdot.default": row("k, k -> ", linear=[[1]], reads=False),
+    "aten.vdot.default": row("k, k -> ", linear=[[0], [1]], reads=False),
     "aten.addmm.default": _addmm(batch=False),
     "aten.baddbmm.default": _addmm(batch=True),
-    "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup),
+    "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup, ranges="v"),
     "aten.embedding_dense_backward.default": _lookup_backward(),
     "aten.native_layer_norm_backward.default": _layer_norm_backward(),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": row(

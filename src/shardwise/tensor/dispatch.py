@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from shardwise.comm import PerRank, coord_of
-from shardwise.rules.table import TABLE
+from shardwise.rules.table import REGISTERED, row_of
 from shardwise.tensor import direct
 from shardwise.tensor.direct import Run, binding
 from shardwise.tensor.dtensor import DTensor
@@ -17,13 +17,13 @@ from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
 from shardwise.tensor.general import general, writes
 from shardwise.tensor.offers import better
 from shardwise.tensor.policy import replicates
-from shardwise.tensor.prepare import Prepared, prepare, row_name
+from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
-from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
+from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
 from shardwise.tensor.write_through import is_view, remembered, returning
 
-__all__ = ["dispatch"]
+__all__ = ["dispatch", "forget"]
 
 _MOST = 4096  # recipes kept per op
 _NO_KWARGS: dict[str, Any] = {}
@@ -93,6 +93,11 @@ def dispatch(
             del known[next(iter(known))]
         known[key] = go
     return go(args, kwargs)
+
+
+def forget() -> None:
+    """Prepare all calls anew: a rule has changed, and some ops have the rules of others."""
+    _ops.clear()
 
 
 _NUMBERS = (int, float, bool, complex)
@@ -165,7 +170,7 @@ def _new_op(func: Any) -> _Op:
 
 
 def _reads_types_only(func: Any) -> bool:
-    row = TABLE.get(row_name(func)[0])
+    row = row_of(full_name(func)) or row_of(row_name(func)[0])
     name = func._schema.name
     return name.startswith("aten::_foreach_") or name in FUSED or (row is not None and not row.reads)
 
@@ -184,7 +189,8 @@ def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     recipe = prepare(func, args, kwargs)
     if recipe is None and is_composite(func):
         return lambda a, k: func.decompose(*a, **k)
-    if (program := better(func, recipe, args, kwargs)) is not None:
+    own = full_name(func) in REGISTERED  # what a user says of an op comes before what others offer for it
+    if not own and (program := better(func, recipe, args, kwargs)) is not None:
         return lambda a, k: program(*a, **k)
     if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
         return lambda a, k: remembered(func, a, k, _moved(func, recipe, a, k))
@@ -211,7 +217,8 @@ def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
             return direct.listed(binding(func), recipe.outputs[0])
         return None
     if writes(func):
-        return direct.in_place(func._op, at) if at[0] == 0 and returns == ["Tensor"] else None
+        first = place_returned(func)
+        return direct.in_place(func._op, at) if first is not None and first[0] == at[0] == 0 else None
     if returns != ["Tensor"]:
         return direct.several(binding(func), at, recipe.outputs)
     spec = recipe.outputs[0]
