@@ -245,6 +245,15 @@ def test_the_example_is_small_and_says_it_all(monkeypatch):
     assert "take it out of linear=" in error.fix
 
 
+@pytest.mark.parametrize(
+    "op", ["add_.Tensor", "mul_.Tensor", "neg_.default", "cumsum_.default", "relu_.default"]
+)
+def test_an_op_that_writes_has_the_row_of_the_one_that_returns(op):
+    proof = verify(f"aten.{op}", examples=EXAMPLES)
+    assert proof.row == TABLE[f"aten.{op.replace('_', '')}"].text
+    assert proof.candidates > 20
+
+
 def test_a_report_says_what_was_tried():
     proof = verify("aten.mm.default", examples=2, seed=3)
     assert proof == verify(torch.ops.aten.mm.default, examples=2, seed=3)
