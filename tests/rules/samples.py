@@ -44,7 +44,7 @@ def _call(*args: Any, **kwargs: Any) -> Call:
 def _of_images(ndim: int, *rest: tuple[Any, ...]) -> list[Call]:
     """Images of `ndim` dims, of which the last ones are whole: few and many, with a batch and without."""
     whole = {1: (7,), 2: (6, 5), 3: (4, 5, 4)}[ndim]
-    return [_call(_x(*lead, *whole), *r) for lead in ((5, 3), (2,), (1, 4)) for r in rest]
+    return [_call(_x(*lead, *whole), *r) for lead in ((5, 3), (2,), (1, 4), (0, 3)) for r in rest]
 
 
 def _padded(ndim: int) -> list[Call]:
@@ -377,7 +377,7 @@ class _Recorder(TorchDispatchMode):
         name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
         kept = self.calls.setdefault(name, [])
         if len(kept) < _MOST:
-            said = repr((_seen(args), _seen(kwargs or {})))
+            said = repr((name, _seen(args), _seen(kwargs or {})))
             if said not in self._known and "large" not in said:
                 self._known.add(said)
                 kept.append((_copied(args), _copied(kwargs or {})))

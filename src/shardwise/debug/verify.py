@@ -104,6 +104,9 @@ def _check(case: Case) -> None:
         if ledger.collectives:
             sent = ", ".join(e.step for e in ledger.entries)
             raise case.wrong(f"sent something: {sent}")
+        lies = tuple(g._spec.layout for g in got if isinstance(g, DTensor))
+        if lies != case.choice.outputs:
+            raise case.wrong(f"made {lies}, and its row says {case.choice.outputs}")
         want += [dense[i] for i in met.written]
         got += [mine[i] for i in met.written]
         for number, (g, w) in enumerate(zip(got, want, strict=True)):

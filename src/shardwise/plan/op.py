@@ -160,10 +160,10 @@ def _listed(
 
 
 def _has_empty(layout: Layout) -> bool:
-    """Whether some rank has no elements of a tensor that has some."""
+    """Whether some rank has nothing of a dim of which there is something."""
     sizes = layout.axes.sizes
-    return 0 not in layout.shape and any(
-        low == high
+    return any(
+        f.size > 0 and low == high
         for dim in layout.dims
         for f in dim
         for low, high in [cut(f.size, [sizes[a] for a in f.axes], [sizes[a] - 1 for a in f.axes])]
