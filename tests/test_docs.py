@@ -24,7 +24,7 @@ def test_code_prints_what_the_page_says(code: str, printed: str | None) -> None:
     out, rules = io.StringIO(), dict(REGISTERED)
     with contextlib.redirect_stdout(out):
         exec(compile(code, "page", "exec"), {"__name__": "page"})
-    if REGISTERED != rules:  # what a page registers is for that page
+    if rules != REGISTERED:  # what a page registers is for that page
         REGISTERED.clear()
         REGISTERED.update(rules)
         forget()
