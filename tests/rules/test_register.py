@@ -10,6 +10,7 @@ import shardwise as sw
 from shardwise import Partial, Replicate, Shard, distribute_tensor, register_sharding
 from shardwise.debug import CommDebugMode
 from shardwise.rules import RuleError, verify
+from shardwise.rules.pointwise import pointwise
 from shardwise.rules.table import REGISTERED
 from shardwise.tensor.dispatch import forget
 
@@ -38,6 +39,14 @@ def centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 centred.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[0])))
+
+
+@torch.library.custom_op("shardwise_test::centred_square", mutates_args=())
+def centred_square(x: Tensor) -> Tensor:
+    return x * x - 1
+
+
+centred_square.register_fake(lambda x: x * x - 1)
 
 
 @torch.library.custom_op("shardwise_test::add_into", mutates_args=("out",))
@@ -86,6 +95,7 @@ keyed_into = torch.ops.shardwise_test.keyed_into.default
 @pytest.fixture(autouse=True)
 def _as_before():
     before = dict(REGISTERED)
+    REGISTERED.clear()
     yield
     REGISTERED.clear()
     REGISTERED.update(before)
@@ -138,6 +148,20 @@ def test_a_row_returns_itself_and_numbers_are_read(mesh):
     a, b = (distribute_tensor(t, mesh, [Replicate(), Shard(0)]) for t in (x, by))
     for times in (1.0, -3.0):
         torch.testing.assert_close(whole(scaled(a, b, times)), scaled(x, by, times))
+
+
+def test_a_row_may_be_made_elsewhere(mesh):
+    made = pointwise(linear=[[0]])
+    assert register_sharding(centred_square, made) is made
+    assert {"shardwise_test.centred_square.default": made} == REGISTERED
+    x = distribute_tensor(numbers(5, 3), mesh, [Shard(0), Shard(1)])
+    assert str(centred_square(x).layout) == "[5:dp, 3:tp]"
+
+
+def test_a_row_made_elsewhere_is_proved_too():
+    register_sharding(centred_square, pointwise(linear=[[0]]))
+    with pytest.raises(RuleError, match=r"P\(a,sum\)"):
+        verify(centred_square)
 
 
 def test_a_pending_sum_passes_where_the_row_is_linear(mesh):

@@ -28,7 +28,7 @@ def register_sharding(op: Any) -> Callable[[_Lister], _Lister]: ...
 @overload
 def register_sharding(
     op: Any,
-    text: str,
+    text: str | Row,
     *,
     by: Mapping[str, str] | None = ...,
     linear: Sequence[Sequence[int]] = ...,
@@ -40,7 +40,7 @@ def register_sharding(
 
 def register_sharding(
     op: Any,
-    text: str | None = None,
+    text: str | Row | None = None,
     *,
     by: Mapping[str, str] | None = None,
     linear: Sequence[Sequence[int]] = (),
@@ -56,7 +56,7 @@ def register_sharding(
     In a row, letters behind the arrow are those of the outputs; one that is missing there is reduced, `by` sum or what
     is said, and `added` are arguments that are added to such parts. `linear` are groups of tensor arguments in which
     a pending sum passes through. What an op writes to stays as it lies. `empty=False` if it takes no empty blocks,
-    `reads=False` if its numbers do not matter to the row.
+    `reads=False` if its numbers do not matter to the row. A `Row` made elsewhere may stand for the text.
 
     >>> import shardwise as sw
     >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
@@ -80,7 +80,8 @@ def register_sharding(
             return lister
 
         return decorate
-    made = row(text, by=by, linear=linear, added=added, reads=reads, empty=empty)
+    made = text if isinstance(text, Row) else None
+    made = made or row(str(text), by=by, linear=linear, added=added, reads=reads, empty=empty)
     _register(ops, made)
     return made
 
