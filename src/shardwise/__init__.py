@@ -7,8 +7,11 @@ of `torch.distributed.tensor`, so a program moves over by changing its imports.
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
+from shardwise.debug.verify import prove as _prove
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.plan import CostModel, Plan, plan_redistribute
+from shardwise.rules import RuleError
+from shardwise.rules.proof import prove_by as _prove_by
 from shardwise.tensor import (
     CommunicationError,
     DTensor,
@@ -22,8 +25,12 @@ from shardwise.tensor import (
     linspace,
     ones,
     policy,
+    register_sharding,
     zeros,
 )
+
+# rules cannot run ops, and say so: this is who does
+_prove_by(_prove)
 
 __version__ = "0.1.0"
 
@@ -41,6 +48,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Replicate",
+    "RuleError",
     "Shard",
     "arange",
     "compute_local_shape_and_global_offset",
@@ -55,6 +63,7 @@ __all__ = [
     "per_rank",
     "plan_redistribute",
     "policy",
+    "register_sharding",
     "simulate",
     "zeros",
 ]

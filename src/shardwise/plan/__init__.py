@@ -2,7 +2,7 @@
 
 from shardwise.plan.cost import CostModel
 from shardwise.plan.exchange import Exchange, Move, plan_exchanges
-from shardwise.plan.op import Choice, choose, choose_view
+from shardwise.plan.op import Choice, choose, choose_view, every_choice
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.step import (
     AllGather,
@@ -32,6 +32,7 @@ __all__ = [
     "Step",
     "choose",
     "choose_view",
+    "every_choice",
     "plan_exchanges",
     "plan_redistribute",
 ]

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.layout import Dim, Factor, Layout, LayoutError, cut, largest_block, view
+from shardwise.layout import Axes, Dim, Factor, Layout, LayoutError, cut, largest_block, view
 from shardwise.plan.cost import DEFAULT_COSTS, CostModel
 from shardwise.plan.redistribute import plan_redistribute
-from shardwise.rules import Rule
+from shardwise.rules import Candidate, Listed, Rule
 from shardwise.rules.rule import Letters
 
-__all__ = ["Choice", "choose", "choose_view"]
+__all__ = ["Choice", "choose", "choose_view", "every_choice"]
 
 _MOST_OPTIONS = 512
 _EXACT = 4  # how many of the cheapest by estimate are planned for real
@@ -40,24 +40,27 @@ _NOTHING = _Role()
 
 
 def choose(
-    rule: Rule,
+    rule: Rule | Listed,
     layouts: Sequence[Layout],
     outputs: Sequence[Sequence[int]],
     itemsizes: Sequence[int],
     fixed: Sequence[Layout] = (),
     model: CostModel = DEFAULT_COSTS,
+    kept: Sequence[int] = (),
 ) -> Choice | None:
     """The cheapest choice a rule allows; with `fixed`, only those whose first outputs lie so. None if there is none.
 
-    On a tie it moves the fewest inputs: what is replicated is not cut for nothing.
+    The inputs numbered in `kept` may not move: the op writes to them. On a tie it moves the fewest inputs: what is
+    replicated is not cut for nothing.
     """
     found: list[tuple[tuple[float, int, int], int, Choice]] = []
-    for number, roles in enumerate(_assignments(rule, layouts)):
-        choice = _choice(rule, layouts, outputs, roles)
+    for number, choice in enumerate(_choices(rule, layouts, outputs)):
         # what is written in place neither lies otherwise afterwards nor is moved before
         if choice is None or any(
             a is not b or a is not c for a, b, c in zip(fixed, choice.outputs, choice.inputs, strict=False)
         ):
+            continue
+        if any(choice.inputs[i] is not layouts[i] for i in kept):
             continue
         if not rule.empty and any(_has_empty(layout) for layout in choice.inputs):
             continue
@@ -87,11 +90,83 @@ def choose(
     return min(found[:_EXACT], key=exact)[2]
 
 
+def every_choice(
+    rule: Rule | Listed, shapes: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], axes: Axes
+) -> Iterator[Choice]:
+    """All that a rule allows on a mesh, whatever lies where: what a proof of the rule must try."""
+    layouts = [Layout.replicated(s, axes) for s in shapes]
+    if isinstance(rule, Listed):
+        found = list(_choices(rule, layouts, outputs))
+    else:
+        letters = dict.fromkeys(x for said in rule.inputs for x in said if x is not None)
+        roles = [_Role(letter=x) for x in letters]
+        roles += [_Role(op=op, group=group) for group in rule.linear for op in ("sum", "avg")]
+        roles += [_Role(op=op, group=frozenset({i})) for op in rule.monotone for i in range(len(shapes))]
+        every = list(itertools.product([*roles, _NOTHING], repeat=len(axes)))
+        found = [_choice(rule, layouts, outputs, r) for r in every]
+        if len(axes) == 1:
+            found += [_choice(rule, _cut_inside(rule, layouts, r), outputs, r) for r in every]
+    for choice in dict.fromkeys(found):
+        if choice is not None and (rule.empty or not any(_has_empty(i) for i in choice.inputs)):
+            yield choice
+
+
+def _cut_inside(rule: Rule, layouts: Sequence[Layout], roles: Sequence[_Role]) -> list[Layout]:
+    """Layouts in which the first axis splits its letter within parts of the dim, as a view may leave it."""
+    letter = roles[0].letter
+    out = []
+    for said, layout in zip(rule.inputs, layouts, strict=True):
+        at = next((d for d, x in enumerate(said) if x is not None and x == letter), None)
+        size = 0 if at is None else layout.shape[at]
+        parts = next((n for n in range(2, size) if size % n == 0), None)
+        if at is not None and parts is not None:
+            layout = layout.with_dim(at, Factor(parts), Factor(size // parts, (0,)))
+        out.append(layout)
+    return out
+
+
+def _choices(
+    rule: Rule | Listed, layouts: Sequence[Layout], outputs: Sequence[Sequence[int]]
+) -> Iterator[Choice | None]:
+    if isinstance(rule, Listed):
+        return (_listed(layouts, outputs, c) for c in _combinations(rule, layouts))
+    return (_choice(rule, layouts, outputs, roles) for roles in _assignments(rule, layouts))
+
+
+def _combinations(rule: Listed, layouts: Sequence[Layout]) -> Iterator[tuple[Candidate, ...]]:
+    """One candidate per axis, in all combinations; of too many, those that move the most are left out."""
+    axes: list[list[Candidate]] = []
+    for axis, size in enumerate(layouts[0].axes.sizes):
+        here = [layout.placements[axis] for layout in layouts]
+        moves = [
+            sum(a != b for a, b in zip(here, c.inputs, strict=True)) if size > 1 else 0
+            for c in rule.candidates
+        ]
+        order = sorted(range(len(moves)), key=lambda i: (moves[i], i))
+        axes.append([rule.candidates[i] for i in order])
+    while math.prod(len(c) for c in axes) > _MOST_OPTIONS:
+        del max(axes, key=len)[-1]
+    return itertools.product(*axes)
+
+
+def _listed(
+    layouts: Sequence[Layout], outputs: Sequence[Sequence[int]], chosen: Sequence[Candidate]
+) -> Choice | None:
+    axes = layouts[0].axes
+    try:
+        return Choice(
+            tuple(Layout.of(t.shape, axes, [c.inputs[i] for c in chosen]) for i, t in enumerate(layouts)),
+            tuple(Layout.of(s, axes, [c.outputs[i] for c in chosen]) for i, s in enumerate(outputs)),
+        )
+    except LayoutError:
+        return None  # reductions that do not mix
+
+
 def _has_empty(layout: Layout) -> bool:
-    """Whether some rank has no part of a dim that has some."""
+    """Whether some rank has nothing of a dim of which there is something."""
     sizes = layout.axes.sizes
     return any(
-        low == high and f.size > 0
+        f.size > 0 and low == high
         for dim in layout.dims
         for f in dim
         for low, high in [cut(f.size, [sizes[a] for a in f.axes], [sizes[a] - 1 for a in f.axes])]

@@ -1,6 +1,21 @@
 """Rules: what each op allows. Ops are known here by name only."""
 
 from shardwise.rules.call import Call, Local, Out, Slot
-from shardwise.rules.rule import Place, Row, Rule
+from shardwise.rules.proof import Proof, RuleError, verify
+from shardwise.rules.rule import Candidate, Listed, Listing, Place, Row, Rule
 
-__all__ = ["Call", "Local", "Out", "Place", "Row", "Rule", "Slot"]
+__all__ = [
+    "Call",
+    "Candidate",
+    "Listed",
+    "Listing",
+    "Local",
+    "Out",
+    "Place",
+    "Proof",
+    "Row",
+    "Rule",
+    "RuleError",
+    "Slot",
+    "verify",
+]

@@ -32,7 +32,8 @@ class Call:
 
     `tensors` has the arguments that take a tensor, in the order of the schema: a slot, None where the call has
     none, a tuple of slots for a list, or a number given in a tensor's place. `wanted` says of each output of the
-    schema whether the call makes it; `outputs` has those it makes.
+    schema whether the call makes it; `outputs` has those it makes, `dtypes` and `made` the names of dtypes of what
+    goes in and comes out.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Call:
     outputs: tuple[Shape, ...]
     wanted: tuple[bool, ...] = ()
     dtypes: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
 
     def slots(self) -> list[tuple[int, ...]]:
         """The slots of each tensor argument, in the order of the schema."""

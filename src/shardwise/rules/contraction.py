@@ -82,7 +82,7 @@ ROWS: dict[str, Row] = {
     "aten.bmm.default": row("b m k, b k n -> b m n", linear=[[0], [1]], reads=False),
     "aten.mv.default": row("m k, k -> m", linear=[[0], [1]], reads=False),
     "aten.dot.default": row("k, k -> ", linear=[[0], [1]], reads=False),
-    "aten.vdot.default": row("k, k -> ", linear=[[1]], reads=False),
+    "aten.vdot.default": row("k, k -> ", linear=[[0], [1]], reads=False),
     "aten.addmm.default": _addmm(batch=False),
     "aten.baddbmm.default": _addmm(batch=True),
     "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup, ranges="v"),

@@ -95,12 +95,14 @@ def row(
                 found[slot] = said
         ins = [found.get(i, (None,) * len(s)) for i, s in enumerate(call.shapes)]
         want = call.wanted or (True,) * len(outputs)
-        made = [words for words, wanted in zip(outputs, want, strict=True) if wanted]
+        # an op that only writes has no outputs, and there is nothing behind the arrow of its row
+        made = [words for words, wanted in zip(outputs, want, strict=True) if wanted] if call.outputs else []
         outs = [letters(words, s, whole) for words, s in zip(made, call.outputs, strict=True)]
         if any(o is None for o in outs):
             return None
         gone = [o for o in outs if o is not None]
         sizes = sizes_of([*ins, *gone], [*call.shapes, *call.outputs])
+        _check_sizes(text, call, [*ins, *gone], sizes)
         ins = [without_broadcast(said, s, sizes) for said, s in zip(ins, call.shapes, strict=True)]
         used = {x for said in ins for x in said if x is not None}
         return Rule(
@@ -117,6 +119,18 @@ def row(
     return Row(
         text + "".join(f"; {x} by {op}" for x, op in (by or {}).items()) + linear_text(linear), build, reads
     )
+
+
+def _check_sizes(text: str, call: Call, said: Sequence[Letters], sizes: Mapping[str, int]) -> None:
+    """Raise if a letter stands for dims of different sizes."""
+    for one, shape in zip(said, [*call.shapes, *call.outputs], strict=True):
+        for x, n in zip(one, shape, strict=True):
+            if x is not None and n not in (1, sizes[x]):
+                raise LayoutError(
+                    f"the row of {call.op}, {text!r}, does not fit {call.shapes} -> {call.outputs}.",
+                    why=f"{x} is a dim of size {n} and one of size {sizes[x]}",
+                    fix="dims of one letter are the same dim: use a letter for each, or ! for one that is whole",
+                )
 
 
 def without_broadcast(said: Letters, shape: Sequence[int], sizes: Mapping[str, int]) -> Letters:

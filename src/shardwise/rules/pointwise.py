@@ -37,7 +37,7 @@ def pointwise(
             inputs=tuple(without_broadcast(x, s, sizes) for x, s in zip(said, call.shapes, strict=False)),
             outputs=tuple(said[len(call.shapes) :]),
             linear=groups_of(call, linear) if passes else (),
-            monotone=(monotone or {}) if passes and len(call.shapes) == 1 else {},
+            monotone=(monotone or {}) if passes and _has_order(call, monotone) else {},
             local=(lambda call, place: local) if runs else None,
         )
 
@@ -51,6 +51,11 @@ def pointwise(
             else "; any reduction passes"
         )
     return Row(text + (" for some arguments" if when else ""), build, reads=when is not None)
+
+
+def _has_order(call: Call, monotone: Mapping[str, str] | None) -> bool:
+    """Whether what is pending is the op's only tensor; integers that are turned around wrap at the end of their range."""
+    return len(call.shapes) == 1 and (monotone is not _DOWN or "float" in call.dtypes[0])
 
 
 def _names(text: str) -> list[str]:

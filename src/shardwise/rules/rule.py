@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from shardwise.layout import Placement
 from shardwise.rules.call import Call, Local
 
-__all__ = ["Letters", "Place", "Row", "Rule"]
+__all__ = ["Candidate", "Letters", "Listed", "Listing", "Place", "Row", "Rule"]
 
 Letters = tuple[str | None, ...]
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,60 @@ class Rule:
     ranges: frozenset[str] = frozenset()
     empty: bool = True  # whether the op takes a block without elements, as an uneven cut may leave
 
+    def cast(self, call: Call) -> Rule:
+        """The rule for a call's dtypes: a pending sum passes only where a sum of casts is the cast of the sum.
+
+        Parts of integers wrap around and add up to what wraps around with them, truth values add up by "or", and
+        neither holds in another dtype. Complex numbers have no order.
+        """
+        if not call.made or not (self.linear or self.monotone):
+            return self
+        of_kind = all(_is_float(d) for d in call.made)
+
+        def passes(i: int) -> bool:
+            here = call.dtypes[i]
+            return of_kind if _is_float(here) else all(d == here for d in call.made)
+
+        ordered = not any(d.startswith("complex") for d in call.made)
+        kept = {a: b for a, b in self.monotone.items() if ordered and (a != "product" or passes(0))}
+        return replace(self, linear=tuple(g for g in self.linear if all(map(passes, g))), monotone=kept)
+
+    def writing(self, slots: Sequence[int]) -> Rule:
+        """The rule of an op that writes to some of its inputs: they stay as they lie, so that what they lack is whole.
+
+        A letter that such an input has not got would leave a part of the result in it, and so would a pending sum
+        of others.
+        """
+        if not slots:
+            return self
+        kept = set.intersection(*({x for x in self.inputs[i] if x is not None} for i in slots))
+
+        def some(said: Letters) -> Letters:
+            return tuple(x if x in kept else None for x in said)
+
+        return replace(
+            self,
+            inputs=tuple(map(some, self.inputs)),
+            outputs=tuple(map(some, self.outputs)),
+            linear=tuple(g for g in self.linear if g.issuperset(slots)),
+            monotone={a: b for a, b in self.monotone.items() if a == b},
+        )
+
+
+class Candidate(NamedTuple):
+    """What each output of an op then is on one axis of a mesh, if each input is so."""
+
+    outputs: tuple[Placement, ...]
+    inputs: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A rule as the list of all that one axis may do; several axes combine freely."""
+
+    candidates: tuple[Candidate, ...]
+    empty: bool = False  # who lists placements thinks of blocks with elements
+
 
 @dataclass(frozen=True)
 class Row:
@@ -57,3 +117,12 @@ class Row:
     build: Callable[[Call], Rule | None]
     reads: bool = True
     makes: bool = False
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One op's entry as a function: from its arguments, with what is known of each tensor in its place, to candidates."""
+
+    text: str
+    candidates: Callable[..., Sequence[tuple[Sequence[Any], Sequence[Any]]]]
+    reads: bool = True

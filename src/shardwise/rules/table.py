@@ -18,9 +18,9 @@ from shardwise.rules import (
     spatial,
     views,
 )
-from shardwise.rules.rule import Row
+from shardwise.rules.rule import Listing, Row
 
-__all__ = ["TABLE", "printed"]
+__all__ = ["REGISTERED", "TABLE", "printed", "row_of"]
 
 _FAMILIES = (
     pointwise.ROWS,
@@ -50,6 +50,12 @@ def _joined() -> dict[str, Row]:
 
 
 TABLE: dict[str, Row] = _joined()
+REGISTERED: dict[str, Row | Listing] = {}  # by users; these come before ours
+
+
+def row_of(name: str) -> Row | Listing | None:
+    """The entry of an op, the user's before ours."""
+    return REGISTERED.get(name) or TABLE.get(name)
 
 
 def printed() -> str:

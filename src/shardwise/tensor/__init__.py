@@ -9,6 +9,7 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
 from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
+from shardwise.tensor.register import register_sharding
 from shardwise.tensor.saved import allow_loading
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "linspace",
     "ones",
     "policy",
+    "register_sharding",
     "zeros",
 ]
 

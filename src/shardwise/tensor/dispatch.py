@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from shardwise.comm import PerRank, coord_of
-from shardwise.rules.table import TABLE
+from shardwise.rules.table import REGISTERED, row_of
 from shardwise.tensor import direct
 from shardwise.tensor.direct import Run, binding
 from shardwise.tensor.dtensor import DTensor
@@ -19,13 +19,13 @@ from shardwise.tensor.general import general, writes
 from shardwise.tensor.offer import Offer
 from shardwise.tensor.offers import better
 from shardwise.tensor.policy import replicates
-from shardwise.tensor.prepare import Prepared, prepare, row_name, tensors_in
+from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name, tensors_in
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
-from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole
+from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
 from shardwise.tensor.write_through import is_view, remembered, returning
 
-__all__ = ["dispatch"]
+__all__ = ["dispatch", "forget"]
 
 _MOST = 4096  # recipes kept per op
 _NO_KWARGS: dict[str, Any] = {}
@@ -95,6 +95,11 @@ def dispatch(
             del known[next(iter(known))]
         known[key] = go
     return go(args, kwargs)
+
+
+def forget() -> None:
+    """Prepare all calls anew: a rule has changed, and some ops have the rules of others."""
+    _ops.clear()
 
 
 _NUMBERS = (int, float, bool, complex)
@@ -167,7 +172,7 @@ def _new_op(func: Any) -> _Op:
 
 
 def _reads_types_only(func: Any) -> bool:
-    row = TABLE.get(row_name(func)[0])
+    row = row_of(full_name(func)) or row_of(row_name(func)[0])
     name = func._schema.name
     return name.startswith("aten::_foreach_") or name in FUSED or (row is not None and not row.reads)
 
@@ -195,7 +200,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     recipe = prepare(func, args, kwargs)
     if recipe is None and is_composite(func):
         return lambda a, k: func.decompose(*a, **k)
-    offer = better(func, recipe, args, kwargs)
+    # what a user says of an op comes before what others offer for it
+    offer = None if full_name(func) in REGISTERED else better(func, recipe, args, kwargs)
     if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
         return lambda a, k: remembered(func, a, k, _moved(func, recipe, offer, a, k))
     if offer is not None:
@@ -223,7 +229,8 @@ def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
             return direct.listed(binding(func), recipe.outputs[0])
         return None
     if writes(func):
-        return direct.in_place(func._op, at) if at[0] == 0 and returns == ["Tensor"] else None
+        first = place_returned(func)
+        return direct.in_place(func._op, at) if first is not None and first[0] == at[0] == 0 else None
     if returns != ["Tensor"]:
         return direct.several(binding(func), at, recipe.outputs)
     spec = recipe.outputs[0]

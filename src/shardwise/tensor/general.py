@@ -12,6 +12,7 @@ from shardwise.tensor.direct import wrapped
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import mind
 from shardwise.tensor.prepare import Prepared, tensors_in
+from shardwise.tensor.whole import returned_by
 from shardwise.tensor.write_through import is_view
 
 __all__ = ["general", "writes"]
@@ -48,10 +49,10 @@ def general(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
         result = (
             program(blocks) if program is not None else func(*_filled(args, rest), **_filled(kwargs, rest))
         )
-    if writes(func):
-        if programs is not None:
-            map_ranks(torch.ops.aten.copy_.default, blocks[0], result)
-        return args[0]
+    if writes(func) and programs is not None:
+        map_ranks(torch.ops.aten.copy_.default, blocks[0], result)
+    if (target := returned_by(func, args, kwargs)) is not None:
+        return target
     if recipe.regroups and recipe.moves[0] is None and is_view(func):
         _rejoin(args[0], result)
     return wrapped(result, iter(recipe.outputs))

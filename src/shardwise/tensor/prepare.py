@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import Coord, PerRank, axes_of, coord_of, members_of
 from shardwise.layout import Layout, Spec, block_offset, block_shape
 from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
-from shardwise.rules import Call, Local, Out, Place, Rule, Slot
+from shardwise.rules import Call, Listed, Listing, Local, Out, Place, Rule, Slot
 from shardwise.rules.shape import REGROUPED
-from shardwise.rules.table import TABLE
+from shardwise.rules.table import REGISTERED, row_of
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.listing import listed
 
-__all__ = ["Prepared", "made", "prepare", "row_name", "tensors_in"]
+__all__ = ["Met", "Prepared", "full_name", "made", "meet", "prepare", "row_name", "tensors_in"]
 
+_log = logging.getLogger("shardwise")
 _Program = Callable[[Sequence[Tensor]], Any]
 
 
@@ -53,35 +56,33 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
 
 def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
     """The recipe of a call, or None if no row covers it."""
-    name, in_place = row_name(func)
-    if name not in TABLE and (name not in REGROUPED or in_place):
-        return None
-    results = made(func, args, kwargs)
-    if results is None:
-        return None
     found = tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
+    met = meet(func, args, kwargs, first.device_mesh)
+    if met is None:
+        return None
+    call, rule, results, written = met[:4]
     mesh = first.device_mesh
     layouts = [
         t.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, axes_of(mesh)) for t in found
     ]
     sizes = [t.dtype.itemsize for t in found]
-    call = _call(name, func, args, kwargs, found, results)
-    rule = None if name in REGROUPED else TABLE[name].build(call)
     choice: Choice | None
-    if name in REGROUPED:
+    if rule is None:
         choice = choose_view(layouts[0], call.outputs[0], sizes[0])
-    elif rule is None:
-        return None
-    elif TABLE[name].makes:
+    elif met.makes:
         layouts = [layout.with_partial({}) for layout in layouts]
         choice = Choice(tuple(layouts), tuple(_like(layouts[0], shape) for shape in call.outputs))
     else:
-        choice = choose(rule, layouts, call.outputs, sizes, fixed=layouts[:1] if in_place else ())
+        returned = any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+        fixed = [layouts[i] for i in written] if returned else ()
+        choice = choose(rule, layouts, call.outputs, sizes, fixed=fixed, kept=written)
     if choice is None:
         return None
     simulated = isinstance(first._local_tensor, PerRank)
     programs = _programs(call, rule, choice, mesh, simulated)
+    if programs is not None and written not in ((), (0,)):
+        return None
     outputs = tuple(
         Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
         for layout, meta in zip(choice.outputs, (m for m in results if m is not None), strict=True)
@@ -98,6 +99,49 @@ def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
     return layout if layout.shape == shape else Layout.replicated(shape, layout.axes)
 
 
+class Met(NamedTuple):
+    """A call, its rule (None for a view), what comes out on the meta device, and the tensors it writes to."""
+
+    call: Call
+    rule: Rule | Listed | None
+    made: list[Tensor | None]
+    written: tuple[int, ...]
+    makes: bool = False  # a tensor like the first, whose values it does not read
+
+
+def meet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Met | None:
+    """A call as its row sees it, on tensors of any kind; None if no row covers it."""
+    name, in_place = row_name(func)
+    own = REGISTERED.get(full_name(func))
+    row = own or row_of(name)
+    if row is None and (name not in REGROUPED or in_place):
+        return None
+    results = made(func, args, kwargs, told=own is not None)
+    if results is None:
+        return None
+    found = tensors_in([*args, *kwargs.values()])
+    call = _call(name or full_name(func), func, args, kwargs, found, results)
+    if row is None:
+        return Met(call, None, results, ())
+    written = _written(func, call) if own is not None else (0,) if in_place else ()
+    if isinstance(row, Listing):
+        return Met(call, listed(row, call, args, kwargs, mesh), results, written)
+    rule = row.build(call)
+    if rule is None:
+        return None
+    rule = rule.cast(call)
+    return Met(call, rule.writing(written) if own is not None else rule, results, written, row.makes)
+
+
+def full_name(func: Any) -> str:
+    """The name of an op itself, as rows have it.
+
+    >>> full_name(torch.ops.aten.add_.Tensor)
+    'aten.add_.Tensor'
+    """
+    return f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
+
+
 def row_name(func: Any) -> tuple[str, bool]:
     """The name of the row, and whether the op writes: an in-place op has the row of the one that returns."""
     name, overload = func._schema.name.replace("::", "."), func._overloadname
@@ -108,16 +152,47 @@ def row_name(func: Any) -> tuple[str, bool]:
     return "", True
 
 
-def made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None] | None:
+def _written(func: Any, call: Call) -> tuple[int, ...]:
+    """The tensors of a call that the op writes to, by its schema."""
+    slots = iter(call.slots())
+    out: list[int] = []
+    for arg in func._schema.arguments:
+        if "Tensor" in str(arg.type):
+            here = next(slots)
+            out += here if arg.alias_info is not None and arg.alias_info.is_write else ()
+    return tuple(out)
+
+
+def made(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, told: bool = False
+) -> list[Tensor | None] | None:
     """What the op makes of tensors of the global shapes, on the meta device; None where it cannot say."""
     try:
         result = func(*_on_meta(args), **_on_meta(kwargs))
-    except Exception:  # what is wrong with the call is said by the op itself, on the whole
+    except Exception as error:  # what is wrong with the call is said by the op itself, on the whole
+        if told:
+            _say_unused(func, error)
         return None
+    if result is None and not func._schema.returns:
+        return []  # it only writes
     out: list[Tensor | None]
     out = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
     # what an output mask leaves out is None, and has no layout
     return out if out and all(t is None or isinstance(t, Tensor) for t in out) else None
+
+
+_unused: set[str] = set()
+
+
+def _say_unused(func: Any, error: Exception) -> None:
+    if full_name(func) not in _unused:
+        _unused.add(full_name(func))
+        _log.warning(
+            "%s has a registered rule that is not used, and runs on the whole: what it returns is not known "
+            "before it runs (%s). Register that with torch.library.register_fake.",
+            func,
+            str(error).partition(". ")[0],
+        )
 
 
 def _on_meta(value: Any) -> Any:
@@ -164,13 +239,14 @@ def _call(
         tuple(tuple(t.shape) for t in made if t is not None),
         tuple(t is not None for t in made),
         tuple(str(t.dtype).removeprefix("torch.") for t in found),
+        tuple(str(t.dtype).removeprefix("torch.") for t in made if t is not None),
     )
 
 
 def _programs(
-    call: Call, rule: Rule | None, choice: Choice, mesh: DeviceMesh, simulated: bool
+    call: Call, rule: Rule | Listed | None, choice: Choice, mesh: DeviceMesh, simulated: bool
 ) -> dict[int | None, _Program | None] | None:
-    if rule is not None and rule.local is None:
+    if isinstance(rule, Listed) or (rule is not None and rule.local is None):
         return None
     places: dict[int | None, Coord] = {}
     if simulated:

@@ -15,7 +15,7 @@ from shardwise.tensor.offers import offered
 from shardwise.tensor.policy import implicit_replication
 from shardwise.tensor.prepare import made, prepare, tensors_in
 from shardwise.tensor.programs import is_composite, program_for
-from shardwise.tensor.whole import plans_to_whole, written_by
+from shardwise.tensor.whole import plans_to_whole, returned_by
 
 __all__ = ["cheaper_program", "rehearsed"]
 
@@ -88,8 +88,8 @@ def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if offer is not None and offer.seconds < here:
         here, specs = offer.seconds, offer.outputs or specs
     _seconds[-1] += here
-    if written := written_by(func, args, kwargs):
-        return written[0]
+    if (target := returned_by(func, args, kwargs)) is not None or not func._schema.returns:
+        return target
     results = made(func, args, kwargs)
     if results is None:
         raise NotImplementedError(f"{func} cannot be rehearsed: what it makes depends on values")

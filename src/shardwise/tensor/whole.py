@@ -24,7 +24,9 @@ __all__ = [
     "is_held",
     "off_mesh",
     "on_whole",
+    "place_returned",
     "plans_to_whole",
+    "returned_by",
     "write_back",
     "written_by",
 ]
@@ -48,6 +50,8 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = map_ranks(func, *_swap(args, whole), **_swap(kwargs, whole))
     for t in written:
         write_back(t, whole[id(t)])
+    if returned_by(func, args, kwargs) is None:
+        written = []  # it writes, and what it returns is another tensor
     return _wrap(result, first._spec, {id(whole[id(t)]): t for t in written}, written)
 
 
@@ -71,8 +75,10 @@ def plans_to_whole(found: Sequence[Tensor]) -> list[Plan]:
 
 def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec] | None) -> Any:
     """An op on a rank that is not on the mesh: it holds nothing and makes nothing, of the right shape and dtype."""
-    if written_by(func, args, kwargs):
-        return args[0]
+    if written_by(func, args, kwargs) and (
+        returned_by(func, args, kwargs) is not None or not func._schema.returns
+    ):
+        return returned_by(func, args, kwargs)
     first = next(t for t in _tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
     meta: dict[int, Tensor] = {}
     for t in _tensors_in([*args, *kwargs.values()]):
@@ -183,6 +189,31 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
             value = args[i] if i < len(args) else kwargs.get(arg.name)
             out.extend(t for t in _tensors_in([value]) if isinstance(t, DTensor))
     return out
+
+
+_returned: dict[Any, tuple[int, str] | None] = {}
+
+
+def place_returned(func: Any) -> tuple[int, str] | None:
+    """Which argument an op writes to and returns, by its schema; None if what it returns is new, or nothing."""
+    if func not in _returned:
+        _returned[func] = next(
+            (
+                (i, arg.name)
+                for r in func._schema.returns
+                if r.alias_info is not None and r.alias_info.is_write
+                for i, arg in enumerate(func._schema.arguments)
+                if arg.alias_info is not None and arg.alias_info.before_set & r.alias_info.before_set
+            ),
+            None,
+        )
+    return _returned[func]
+
+
+def returned_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that an op writes to and returns, or None."""
+    at = place_returned(func)
+    return None if at is None else args[at[0]] if at[0] < len(args) else kwargs.get(at[1])
 
 
 def write_back(t: DTensor, whole: Tensor) -> None:

@@ -1,0 +1,401 @@
+"""Calls to try rows on: written here where a row needs some of its own, else recorded from torch's own samples.
+
+Most rows need neither, for `shardwise.rules.verify` draws calls that fit an op's schema and its row's letters.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_MOST = 5  # calls of an op that are recorded
+_LARGEST = 400  # elements of a tensor of theirs
+
+
+def _rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Numbers of both signs, no two alike where there are enough of them."""
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=_rng(seed)).bool()
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=_rng(seed), dtype=dtype)
+    return torch.randint(0 if dtype is torch.uint8 else -9, 10, shape, generator=_rng(seed)).to(dtype)
+
+
+def _index(high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, generator=_rng(high))
+
+
+def _call(*args: Any, **kwargs: Any) -> Call:
+    return args, kwargs
+
+
+def _of_images(ndim: int, *rest: tuple[Any, ...]) -> list[Call]:
+    """Images of `ndim` dims, of which the last ones are whole: few and many, with a batch and without."""
+    whole = {1: (7,), 2: (6, 5), 3: (4, 5, 4)}[ndim]
+    return [_call(_x(*lead, *whole), *r) for lead in ((5, 3), (2,), (1, 4), (0, 3)) for r in rest]
+
+
+def _padded(ndim: int) -> list[Call]:
+    return _of_images(ndim, ([1, 2] * ndim,), ([0, 1] * ndim,))
+
+
+def _upsampled(ndim: int, *more: Any) -> list[Call]:
+    whole = {1: (5,), 2: (4, 3), 3: (2, 3, 2)}[ndim]
+    size = [n + 2 for n in whole]
+    rest = (*more, *([None] * ndim))
+    return [_call(_x(5, 3, *whole), size, *rest), _call(_x(1, 4, *whole), size, *rest)]
+
+
+def _views() -> list[Call]:
+    return [
+        _call(_x(4, 6), [24]),
+        _call(_x(4, 6), [2, 2, 6]),
+        _call(_x(12, dtype=torch.int64), [3, 4]),
+        _call(_x(5, 1, 3), [5, 3]),
+        _call(_x(2, 3, 5), [6, 5]),
+        _call(_x(0, 4), [4, 0]),
+        _call(_x(1, dtype=torch.bool), []),
+    ]
+
+
+def _split_sizes() -> list[Call]:
+    return [
+        _call(_x(5, 4), [2, 3]),
+        _call(_x(5, 4), [1, 0, 3], 1),
+        _call(_x(3, 6, 2, dtype=torch.complex128), [6], -2),
+    ]
+
+
+def _layer_norm() -> list[Call]:
+    return [
+        _call(_x(5, 4), [4], _x(4, seed=1), _x(4, seed=2), 1e-5),
+        _call(_x(3, 5, 4), [5, 4], _x(5, 4, seed=1), None, 1e-5),
+        _call(_x(2, 3, 4), [4], None, None, 1e-3),
+        _call(_x(6, 3, dtype=torch.float32), [3], None, _x(3, dtype=torch.float32), 1e-5),
+    ]
+
+
+def _layer_norm_backward() -> list[Call]:
+    out = []
+    for (x, shape, weight, bias, eps), _ in _layer_norm():
+        _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        for mask in ([True, True, True], [True, False, False]):
+            want = [mask[0], mask[1] and weight is not None, mask[2] and bias is not None]
+            out.append(_call(_x(*x.shape, dtype=x.dtype, seed=9), x, shape, mean, rstd, weight, bias, want))
+    return out
+
+
+def _embedding() -> list[Call]:
+    return [
+        _call(_x(7, 3), _index(7, 5)),
+        _call(_x(6, 4), _index(6, 2, 3)),
+        _call(_x(1, 2), _index(1, 4)),
+        _call(_x(4, 3, dtype=torch.float32), _index(4)),
+        _call(_x(5, 3), _index(5, 0)),
+        _call(_x(5, 3), _index(5, 4), 2),
+    ]
+
+
+def _embedding_backward() -> list[Call]:
+    return [
+        _call(_x(5, 3), _index(7, 5), 7, -1, False),
+        _call(_x(2, 3, 4), _index(6, 2, 3), 6, 2, False),
+        _call(_x(5, 3), _index(3, 5), 3, -1, True),
+        _call(_x(1, 4), _index(2, 1), 2, -1, False),
+    ]
+
+
+def _attention(*, backward: bool = False) -> list[Call]:
+    out = []
+    for b, h, s, t, e, how in ((3, 5, 4, 4, 2, "all"), (2, 3, 4, 4, 2, "causal"), (1, 2, 3, 6, 4, "masked")):
+        q, k, v = _x(b, h, s, e), _x(b, h, t, e, seed=1), _x(b, h, t, e, seed=2)
+        causal = how == "causal"
+        more = {"attn_mask": _x(b, h, s, t, seed=3) if how == "masked" else None, "scale": 0.7}
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        y, lse = forward(q, k, v, 0.0, causal, **more)
+        if backward:
+            out.append(_call(_x(*y.shape, seed=4), q, k, v, y, lse, 0.0, causal, **more))
+        else:
+            out.append(_call(q, k, v, 0.0, causal, **more))
+    return out
+
+
+def _softmax_backward(log: bool) -> list[Call]:
+    out = []
+    for shape, dim in (((5, 4), 1), ((3, 4, 2), 0), ((2, 5, 3), -2), ((4,), 0)):
+        x = _x(*shape)
+        y = x.log_softmax(dim) if log else x.softmax(dim)
+        out.append(_call(_x(*shape, seed=5), y, dim, torch.float64))
+    return out
+
+
+def _casts() -> list[Call]:
+    pairs = (
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float32),
+        (torch.float64, torch.int64),
+        (torch.int64, torch.float64),
+        (torch.uint8, torch.int64),
+        (torch.bool, torch.float64),
+        (torch.bool, torch.bool),
+        (torch.float64, torch.complex128),
+        (torch.complex128, torch.complex64),
+        (torch.complex128, torch.float64),
+    )
+    return [_call(_x(5, 3, dtype=a) * (3 if a.is_floating_point else 1), dtype=b) for a, b in pairs]
+
+
+def _copies() -> list[Call]:
+    kinds = (torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex128)
+    return [
+        _call(_x(4, 3, dtype=a), _x(4, 3, dtype=b, seed=1) * (3 if b.is_floating_point else 1))
+        for a in kinds
+        for b in kinds
+        if not (b.is_complex and not a.is_complex)
+    ]
+
+
+def _mixed(*more: Any) -> list[Call]:
+    """Two tensors of different dtypes: what is pending in one is cast on the way."""
+    kinds = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool, torch.complex128)
+    return [_call(_x(5, 3, dtype=a), _x(3, dtype=b, seed=1), *more) for a in kinds for b in kinds]
+
+
+def _narrow() -> list[Call]:
+    return [
+        _call(_x(5, 4, dtype=d)) for d in (torch.uint8, torch.int8, torch.bool, torch.int64, torch.float64)
+    ]
+
+
+def _dims(*calls: tuple[Any, ...]) -> list[Call]:
+    kinds = (torch.float64, torch.uint8, torch.int8, torch.bool, torch.int64, torch.complex128)
+    return [_call(_x(5, 4, 2, dtype=d), *c) for d in kinds for c in calls]
+
+
+WRITTEN: dict[str, Callable[[], list[Call]]] = {
+    "aten.view.default": _views,
+    "aten._unsafe_view.default": _views,
+    "aten.view_copy.default": _views,
+    "aten.reshape.default": _views,
+    "aten._reshape_alias.default": lambda: [
+        _call(x, shape, list(torch.empty(shape).stride())) for (x, shape), _ in _views() if x.numel()
+    ],
+    "aten.expand.default": lambda: [
+        _call(_x(5, 1), [5, 3]),
+        _call(_x(1, 4), [3, 5, 4]),
+        _call(_x(1, 1), [1, 2]),
+        _call(_x(5, 4), [-1, -1]),
+        _call(_x(3), [0, 3]),
+        _call(_x(dtype=torch.int64), [4]),
+    ],
+    "aten.permute.default": lambda: [
+        _call(_x(5, 4), [1, 0]),
+        _call(_x(2, 5, 3), [2, 0, 1]),
+        _call(_x(1, 6, 2, dtype=torch.int64), [-1, 0, 1]),
+    ],
+    "aten.select.int": lambda: [
+        _call(_x(5, 4), 0, 2),
+        _call(_x(2, 5, 3), -1, -1),
+        _call(_x(6, dtype=torch.bool), 0, 5),
+    ],
+    "aten.slice.Tensor": lambda: [
+        _call(_x(5, 4), 0, 1, 4),
+        _call(_x(5, 4), 1, 0, 4),
+        _call(_x(2, 6, 3), 1, 0, 9223372036854775807, 2),
+        _call(_x(2, 6, 3), -1, None, None),
+        _call(_x(6, dtype=torch.int64), 0, 4, 2),
+    ],
+    "aten.split.Tensor": lambda: [
+        _call(_x(5, 4), 2),
+        _call(_x(5, 4), 3, 1),
+        _call(_x(3, 6, 2, dtype=torch.int64), 6, -2),
+    ],
+    "aten.split_with_sizes.default": _split_sizes,
+    "aten.cat.default": lambda: [
+        _call([_x(5, 4), _x(2, 4, seed=1)]),
+        _call([_x(5, 4), _x(5, 1, seed=1), _x(5, 0)], 1),
+        _call([_x(0), _x(3, 2)], 0),
+        _call([_x(3, 2, dtype=torch.bool), _x(3, 2, seed=1)], -1),
+        _call([_x(3, 2, dtype=torch.bool), _x(3, 1, dtype=torch.bool, seed=1)], -1),
+        _call([_x(3, 2, dtype=torch.int64), _x(3, 2, dtype=torch.uint8, seed=1)], 0),
+    ],
+    "aten.view_as_complex.default": lambda: [_call(_x(5, 4, 2)), _call(_x(2)), _call(_x(3, 2))],
+    "aten.view_as_real.default": lambda: [
+        _call(_x(5, 4, dtype=torch.complex128)),
+        _call(_x(dtype=torch.complex64)),
+    ],
+    "aten._to_copy.default": _casts,
+    "aten.copy.default": _copies,
+    "aten.add.Tensor": lambda: [*_mixed(), _call(_x(5, 3), _x(5, 1), alpha=-2.5), _call(_x(4), 3.0)],
+    "aten.mul.Tensor": lambda: [*_mixed(), _call(_x(4), 3.0), _call(_x(4, dtype=torch.bool), 3)],
+    # not by zero: parts of a sum of both signs are then infinities of both
+    "aten.div.Tensor": lambda: [
+        *(_call(x, torch.where(y == 0, torch.ones_like(y), y)) for (x, y), _ in _mixed()),
+        _call(_x(4, dtype=torch.int64), 3),
+    ],
+    "aten.true_divide.Tensor": lambda: [_call(_x(5, 3), _x(3, seed=1)), _call(_x(4, dtype=torch.int64), _x(4, seed=1))],
+    "aten._neg_view.default": lambda: [_call(_x(5, 3)), _call(_x(4, dtype=torch.int64)), _call(_x(3, dtype=torch.complex128))],
+    "aten.masked_fill.Tensor": lambda: [_call(_x(5, 3), _x(5, 3, dtype=torch.bool), _x()), _call(_x(4, 2), _x(2, dtype=torch.bool), _x())],
+    "aten.where.self": lambda: [
+        _call(_x(5, 3, dtype=torch.bool), x, y) for (x, y), _ in _mixed() if x.dtype is not y.dtype or x.dtype is torch.uint8
+    ],
+    "aten.sum.default": _narrow,
+    "aten.sum.dim_IntList": lambda: [*_dims(([0],), ([0, -1], True), ([],)), _call(_x(5, 4), [1], dtype=torch.int64)],
+    "aten.cumsum.default": lambda: _dims((0,), (-1,)),
+    "aten.prod.default": lambda: _narrow(),
+    "aten.prod.dim_int": lambda: _dims((0,), (2, True)),
+    "aten.mul.Scalar": lambda: _dims((2,), (-1.5,)),
+    "aten.div.Scalar": lambda: _dims((2,), (-1.5,)),
+    "aten.neg.default": lambda: [c for c in _narrow() if c[0][0].dtype is not torch.bool],
+    "aten.div.Tensor_mode": lambda: [
+        _call(_x(5, 3), _x(3, seed=1), rounding_mode=mode) for mode in ("floor", "trunc", None)
+    ],
+    "aten.div.Scalar_mode": lambda: [
+        _call(_x(5, 3), 0.7, rounding_mode=mode) for mode in ("floor", "trunc", None)
+    ],
+    "aten.round.decimals": lambda: [_call(_x(5, 3), decimals=1), _call(_x(4) * 100, decimals=-2)],
+    "aten.polygamma.default": lambda: [_call(2, _x(5, 3).abs() + 0.1), _call(0, _x(4))],
+    "aten.clamp.default": lambda: [
+        _call(_x(5, 4), -0.5, 0.5),
+        _call(_x(5, 4), 0.5, -0.5),
+        _call(_x(4), None, 0.2),
+        _call(_x(3, dtype=torch.int64), 2),
+        _call(_x(5, dtype=torch.uint8), 2, 5),
+    ],
+    "aten.threshold.default": lambda: [
+        _call(_x(5, 4), 0.1, 7.0),
+        _call(_x(5, 4), 0.1, -1.0),
+        _call(_x(3, dtype=torch.int64), 1, 1),
+    ],
+    "aten.gather.default": lambda: [
+        _call(_x(5, 4), 0, _index(5, 3, 4)),
+        _call(_x(5, 4), 1, _index(4, 5, 2)),
+        _call(_x(3, 5, 4), -2, _index(5, 3, 2, 3)),
+    ],
+    "aten.kthvalue.default": lambda: [_call(_x(5, 4), 2, 0), _call(_x(3, 4, 2), 1), _call(_x(5, 3), 3, 0, True)],
+    "aten.topk.default": lambda: [_call(_x(5, 4), 2, 0), _call(_x(3, 4, 2), 1), _call(_x(5, 3), 3, -1, False, False)],
+    "aten.roll.default": lambda: [
+        _call(_x(5, 4), [2], [0]),
+        _call(_x(5, 4), [3]),
+        _call(_x(3, 4, 2), [1, -1], [0, 2]),
+    ],
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten._softmax_backward_data.default": lambda: _softmax_backward(log=False),
+    "aten._log_softmax_backward_data.default": lambda: _softmax_backward(log=True),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: _attention(backward=True),
+    "aten._fft_r2c.default": lambda: [_call(_x(5, 4), [1], 0, True), _call(_x(3, 4, 5), [0, 2], 1, False)],
+    "aten._fft_c2c.default": lambda: [
+        _call(_x(5, 4, dtype=torch.complex128), [1], 0, True),
+        _call(_x(3, 4, 5, dtype=torch.complex128), [0, 2], 1, False),
+    ],
+    "aten._fft_c2r.default": lambda: [
+        _call(_x(5, 4, dtype=torch.complex128), [1], 0, 6),
+        _call(_x(3, 4, 5, dtype=torch.complex128), [0], 1, 5),
+    ],
+    "aten.reflection_pad1d.default": lambda: _padded(1),
+    "aten.reflection_pad2d.default": lambda: _padded(2),
+    "aten.reflection_pad3d.default": lambda: _padded(3),
+    "aten.replication_pad1d.default": lambda: _padded(1),
+    "aten.replication_pad2d.default": lambda: _padded(2),
+    "aten.replication_pad3d.default": lambda: _padded(3),
+    "aten.upsample_nearest1d.default": lambda: _upsampled(1),
+    "aten.upsample_nearest2d.default": lambda: _upsampled(2),
+    "aten.upsample_nearest3d.default": lambda: _upsampled(3),
+    "aten.upsample_linear1d.default": lambda: _upsampled(1, False),
+    "aten.upsample_bilinear2d.default": lambda: _upsampled(2, True),
+    "aten.upsample_bicubic2d.default": lambda: _upsampled(2, False),
+    "aten.upsample_trilinear3d.default": lambda: _upsampled(3, False),
+    "aten.avg_pool2d.default": lambda: _of_images(2, ([2, 2],), ([3, 2], [1, 2], [1, 0], True, False)),
+    "aten.avg_pool3d.default": lambda: _of_images(3, ([2, 2, 2],)),
+    "aten.max_pool2d_with_indices.default": lambda: _of_images(2, ([2, 2],), ([3, 2], [1, 2], [1, 0])),
+    "aten.max_pool3d_with_indices.default": lambda: _of_images(3, ([2, 2, 2],)),
+    "aten._adaptive_avg_pool2d.default": lambda: _of_images(2, ([3, 2],)),
+    "aten._adaptive_avg_pool3d.default": lambda: _of_images(3, ([2, 3, 2],)),
+    "aten.adaptive_max_pool2d.default": lambda: _of_images(2, ([3, 2],)),
+}  # fmt: skip
+
+
+def calls_of(name: str) -> list[Call] | None:
+    """Calls of an op by the name of its row: written here, or None where they are to be drawn."""
+    make = WRITTEN.get(name)
+    return None if make is None else make()
+
+
+@functools.cache
+def recorded() -> dict[str, list[Call]]:
+    """What torch's own samples of all its ops call, forward and backward, by the name of the op that was called."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    mode = _Recorder()
+    for op in op_db:
+        if torch.float64 not in op.supported_dtypes("cpu"):
+            continue
+        with warnings.catch_warnings(), torch.random.fork_rng([]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            try:
+                _record(mode, op)
+            except Exception:
+                continue  # a sample that fails on plain tensors says nothing about ours
+    return mode.calls
+
+
+def _record(mode: _Recorder, op: Any) -> None:
+    samples = op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd)
+    for sample, _ in zip(samples, range(3), strict=False):
+        with mode:
+            out = op(sample.input, *sample.args, **sample.kwargs)
+            every = out if isinstance(out, list | tuple) else [out]
+            some = [o for o in every if isinstance(o, Tensor) and o.requires_grad]
+            if some:
+                torch.autograd.backward(some, [torch.ones_like(o) for o in some])
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[Call]] = {}
+        self._known: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
+        kept = self.calls.setdefault(name, [])
+        if len(kept) < _MOST:
+            said = repr((name, _seen(args), _seen(kwargs or {})))
+            if said not in self._known and "large" not in said:
+                self._known.add(said)
+                kept.append((_copied(args), _copied(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _seen(value: Any) -> Any:
+    """A call as its shapes and numbers."""
+    if isinstance(value, Tensor):
+        return "large" if value.numel() > _LARGEST else (tuple(value.shape), value.dtype)
+    if isinstance(value, list | tuple):
+        return [_seen(v) for v in value]
+    return {k: _seen(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(v) for v in value)
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
