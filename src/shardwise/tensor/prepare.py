@@ -17,8 +17,9 @@ from shardwise.rules import Call, Local, Out, Place, Rule, Slot
 from shardwise.rules.shape import REGROUPED
 from shardwise.rules.table import TABLE
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.made import made_by
 
-__all__ = ["Prepared", "made", "prepare", "row_name", "tensors_in"]
+__all__ = ["Prepared", "prepare", "row_name", "tensors_in"]
 
 _Program = Callable[[Sequence[Tensor]], Any]
 
@@ -38,6 +39,7 @@ class Prepared:
     simulated: bool
     regroups: bool = False  # the result is the first tensor's elements in another shape
     shape: tuple[int, ...] | None = None  # this rank's block of it, then
+    alike: frozenset[int] = frozenset()  # outputs that are whole on all ranks, as they come
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
@@ -56,7 +58,7 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
     name, in_place = row_name(func)
     if name not in TABLE and (name not in REGROUPED or in_place):
         return None
-    results = made(func, args, kwargs)
+    results = made_by(func, args, kwargs)
     if results is None:
         return None
     found = tensors_in([*args, *kwargs.values()])
@@ -84,13 +86,14 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
     programs = _programs(call, rule, choice, mesh, simulated)
     outputs = tuple(
         Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
-        for layout, meta in zip(choice.outputs, (m for m in results if m is not None), strict=True)
+        for layout, meta in zip(choice.outputs, (m for m in results if isinstance(m, Tensor)), strict=True)
     )
     pairs = zip(layouts, choice.inputs, sizes, strict=True)
     moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
     me = None if simulated else coord_of(mesh)
     shape = block_shape(choice.outputs[0], me) if rule is None and me is not None else None
-    return Prepared(moves, programs, outputs, mesh, simulated, regroups=rule is None, shape=shape)
+    alike = frozenset() if rule is None else rule.alike
+    return Prepared(moves, programs, outputs, mesh, simulated, rule is None, shape, alike)
 
 
 def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
@@ -108,35 +111,13 @@ def row_name(func: Any) -> tuple[str, bool]:
     return "", True
 
 
-def made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None] | None:
-    """What the op makes of tensors of the global shapes, on the meta device; None where it cannot say."""
-    try:
-        result = func(*_on_meta(args), **_on_meta(kwargs))
-    except Exception:  # what is wrong with the call is said by the op itself, on the whole
-        return None
-    out: list[Tensor | None]
-    out = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
-    # what an output mask leaves out is None, and has no layout
-    return out if out and all(t is None or isinstance(t, Tensor) for t in out) else None
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, list | tuple):
-        return type(value)(_on_meta(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _on_meta(v) for k, v in value.items()}
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
 def _call(
     name: str,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     found: list[Tensor],
-    made: list[Tensor | None],
+    made: list[Any],
 ) -> Call:
     numbers = iter(range(len(found)))
 
@@ -161,8 +142,8 @@ def _call(
         named,
         tuple(tensors),
         tuple(tuple(t.shape) for t in found),
-        tuple(tuple(t.shape) for t in made if t is not None),
-        tuple(t is not None for t in made),
+        tuple(tuple(t.shape) for t in made if isinstance(t, Tensor)),
+        tuple(isinstance(t, Tensor) for t in made),
         tuple(str(t.dtype).removeprefix("torch.") for t in found),
     )
 
