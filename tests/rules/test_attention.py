@@ -67,6 +67,12 @@ def test_fewer_heads_of_keys(heads, mesh, kernel):
         assert kernel is SDPBackend.MATH or not even or ledger.bytes == 0
 
 
+def test_blocks_that_would_cut_a_group_are_not_made():
+    q, k = drawn(2, 10, 6, 16), drawn(2, 5, 6, 16, seed=1)  # 5 and 5 of the queries, 3 and 2 of the keys
+    for lies in (["1", "1"], ["1", "R"]):
+        agrees(lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), [q, k], lies, (2,))
+
+
 def _met(name, tensors, **args):
     """The rule of a kernel that this machine has not got, from what its meta kernel says comes out."""
     slots = {n: Slot(i) for i, n in enumerate(tensors)}

@@ -7,6 +7,7 @@ from tests.dense import agrees, drawn
 
 import shardwise as sw
 from shardwise.comm import counting
+from shardwise.tensor.whole import on_whole
 
 
 def _free(ledger):
@@ -86,6 +87,18 @@ def test_running_statistics_that_lie_otherwise_are_written_where_they_lie():
                 torch.testing.assert_close(put[1].full_tensor().ranks[3], mean)
                 torch.testing.assert_close(put[2].full_tensor().ranks[3], var)
                 assert put[1].placements == (stats,)
+
+
+def test_running_statistics_are_written_on_the_last_rung_too():
+    x, mean, var = drawn(5, 6), torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    func, rest = torch.ops.aten.native_batch_norm.default, (True, 0.1, 1e-5)
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,))
+        put = [sw.distribute_tensor(t, mesh, [sw.Shard(0)]) for t in (x, mean, var)]
+        on_whole(func, (put[0], None, None, *put[1:], *rest), {})
+        func(x, None, None, mean, var, *rest)
+        torch.testing.assert_close(put[1].full_tensor().ranks[1], mean)
+        torch.testing.assert_close(put[2].full_tensor().ranks[1], var)
 
 
 def test_instance_norm_and_channel_shuffle():
