@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from tests.dense import agrees, drawn
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import counting
@@ -74,3 +76,52 @@ def test_large_rows_are_not_gathered():
         with counting() as ledger:
             small.softmax(-1)
         assert ledger.collectives == 1
+
+
+MORE = {
+    "safe_softmax": lambda x: torch.ops.aten._safe_softmax(x, -1),
+    "norm": lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, None, [-1]),
+    "norm of all": lambda x: torch.ops.aten.norm.Scalar(x, 3),
+    "layer_norm with weights": lambda x: functional.layer_norm(x, (x.shape[-1],), x[0], x[1]),
+    "batch_norm": lambda x: functional.batch_norm(x.mT, None, None, training=True),
+    "group_norm": lambda x: functional.group_norm(x[None], 1),
+}
+EXACT = torch.float64
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Gathering costs the world."""
+    monkeypatch.setattr("shardwise.tensor.offers.seconds_of", lambda plans: math.inf if any(plans) else 0.0)
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+@pytest.mark.parametrize("dtype", [EXACT, torch.bfloat16, torch.float16])
+def test_narrow_values_are_added_in_float32(name, dtype):
+    x = drawn(3, 9, dtype=dtype)
+    tol = {EXACT: 1e-9, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    for lie, mesh in (("1", (4,)), ("1 1", (2, 2)), ("0 1", (2, 2))):
+        agrees((CASES | MORE)[name], [x], [lie], mesh, grad=dtype is EXACT and name != "norm 0", tol=tol)
+
+
+@pytest.mark.usefixtures("forced")
+def test_a_row_in_which_all_is_masked():
+    x = torch.full((3, 9), -math.inf, dtype=EXACT)
+    x[1, 4] = 0
+    for fn in (MORE["safe_softmax"], CASES["softmax"], CASES["logsumexp"]):
+        agrees(fn, [x], ["1"], grad=False)
+
+
+@pytest.mark.usefixtures("forced")
+def test_a_gradient_that_lies_otherwise_than_the_result():
+    def back(grad, out):
+        return torch.ops.aten._softmax_backward_data(grad, out, 1, EXACT)
+
+    for lies in (["R", "1"], ["1", "R"], ["0", "1"], ["P", "1"], ["1", "0"]):
+        agrees(back, [drawn(3, 9), drawn(3, 9, seed=1)], lies, grad=False)
+
+
+def test_gradients_along_large_rows_are_not_gathered():
+    for fn in (CASES["softmax"], CASES["log_softmax"], CASES["layer_norm"]):
+        assert agrees(fn, [drawn(2, 40_000)], ["1"]).bytes < 1000

@@ -210,7 +210,10 @@ def _choice(
     dim_of = {letter: _dim_for(rule, layouts, letter, on) for letter, on in split.items()}
 
     def dims(said: Letters, shape: Sequence[int]) -> list[Dim]:
-        return [dim_of.get(x or "", (Factor(n),)) for x, n in zip(said, shape, strict=True)]
+        return [
+            _of_size(dim_of[x], n, axes) if x in dim_of else (Factor(n),)
+            for x, n in zip(said, shape, strict=True)
+        ]
 
     passed = {a: rule.monotone.get(r.op, r.op) for a, r in enumerate(roles) if r.op is not None}
     reduced = {a: r.letter for a, r in enumerate(roles) if r.letter is not None and r.letter in rule.reduced}
@@ -219,19 +222,22 @@ def _choice(
         out = {a: r.op for a, r in enumerate(roles) if r.op is not None and i in r.group}
         return out | {a: rule.reduced[x] for a, x in reduced.items() if i in rule.addends}
 
-    for said, shape in zip(rule.outputs, outputs, strict=True):
+    for number, (said, shape) in enumerate(zip(rule.outputs, outputs, strict=True)):
         # an output that knows nothing of a split letter would be a guess, unless there is nothing in it
-        if tuple(shape) != (0,) and any(x not in said and x not in rule.reduced for x in split):
+        known = number in rule.alike or tuple(shape) == (0,)
+        if not known and any(x not in said and x not in rule.reduced for x in split):
             return None
     try:
         ins = tuple(Layout(axes, dims(rule.inputs[i], t.shape), parts(i)) for i, t in enumerate(layouts))
         outs = tuple(
-            Layout(
+            Layout.replicated(s, axes)
+            if number in rule.alike
+            else Layout(
                 axes,
                 dims(said, s),
                 passed | {a: rule.reduced[x] for a, x in reduced.items() if x not in said},
             )
-            for said, s in zip(rule.outputs, outputs, strict=True)
+            for number, (said, s) in enumerate(zip(rule.outputs, outputs, strict=True))
         )
     except LayoutError:
         return None  # reductions that do not mix
@@ -256,6 +262,22 @@ def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[in
     if letter in rule.ranges and any(f.axes for f in best[1:]):
         return (Factor(math.prod(f.size for f in best), tuple(a for f in best for a in f.axes)),)
     return best
+
+
+def _of_size(dim: Dim, size: int, axes: Axes) -> Dim:
+    """A letter's cut for a dim of another size: several heads may share one. Then blocks must correspond."""
+    whole = math.prod(f.size for f in dim)
+    if whole == size:
+        return dim
+    on = dim[0].axes
+    parts = math.prod(axes.sizes[a] for a in on)
+    if len(dim) > 1 or whole % parts or size % parts:
+        raise LayoutError(
+            f"dims of {whole} and {size} are one letter.",
+            why=f"{parts} blocks of one do not go with those of the other",
+            fix="split what both can be divided by",
+        )
+    return (Factor(size, on),)
 
 
 def _estimate(source: Layout, target: Layout, itemsize: int, model: CostModel) -> float:

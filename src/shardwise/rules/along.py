@@ -62,11 +62,6 @@ def _reducing() -> Row:
     return Row("… !d -> …", build)
 
 
-def _normalized(call: Call) -> Sequence[int]:
-    """The dims of a layer norm: as many last ones as its shape has."""
-    return range(len(call.shapes[0]) - len(call.args["normalized_shape"]), len(call.shapes[0]))
-
-
 def _names(text: str) -> list[str]:
     return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in text.split()]
 
@@ -86,9 +81,9 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(
         _names(
             "argmax argmin max.dim min.dim median.dim nanmedian.dim mode kthvalue logsumexp linalg_vector_norm "
-            "var.correction std.correction var_mean.correction std_mean.correction"
+            "var.correction std.correction var_mean.correction std_mean.correction aminmax _aminmax _aminmax.dim "
+            "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
         ),
         _reducing(),
     ),
-    "aten.native_layer_norm.default": along(_normalized),
 }

@@ -61,22 +61,6 @@ def _lookup_backward() -> Row:
     return Row(text, lambda call: (whole if call.args["scale_grad_by_freq"] else split).build(call))
 
 
-def _layer_norm_backward() -> Row:
-    """As many last dims are whole as are normalized."""
-
-    def text(n: int) -> str:
-        over, one = " ".join(f"!d{i}" for i in range(n)), " ".join("!" * n)
-        return f"… {over}, … {over}, … {one}, … {one}, {over}, {over} -> … {over}, {over}, {over}"
-
-    def build(call: Call) -> Rule | None:
-        said = text(len(call.args["normalized_shape"]))
-        return row(said, linear=[[0]], empty=False).build(call)
-
-    return Row(row("… !d, … !d, … !, … !, !d, !d -> … !d, !d, !d", linear=[[0]]).text, build)
-
-
-_ATTENTION = "b h !s !e, b h !t !e, b h !t !f"
-
 ROWS: dict[str, Row] = {
     "aten.mm.default": row("m k, k n -> m n", linear=[[0], [1]], reads=False),
     "aten.bmm.default": row("b m k, b k n -> b m n", linear=[[0], [1]], reads=False),
@@ -87,11 +71,4 @@ ROWS: dict[str, Row] = {
     "aten.baddbmm.default": _addmm(batch=True),
     "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup, ranges="v"),
     "aten.embedding_dense_backward.default": _lookup_backward(),
-    "aten.native_layer_norm_backward.default": _layer_norm_backward(),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": row(
-        f"{_ATTENTION}, b h !s !t -> b h !s !f, b h !s", empty=False
-    ),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": row(
-        f"b h !s !f, {_ATTENTION}, b h !s !f, b h !s, b h !s !t -> {_ATTENTION}", linear=[[0]], empty=False
-    ),
 }

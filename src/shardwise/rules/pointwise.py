@@ -148,7 +148,7 @@ ROWS: dict[str, Row] = {
             "special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py special_xlog1py.other_scalar "
             "special_xlog1py.self_scalar special_zeta special_zeta.other_scalar special_zeta.self_scalar sqrt square "
             "sub.Scalar tan xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self "
-            "fill.Scalar _prelu_kernel " + _POLYNOMIALS
+            "fill.Scalar _prelu_kernel log_sigmoid_forward " + _POLYNOMIALS
         ),
         pointwise(),
     ),

@@ -32,11 +32,11 @@ class Place:
 class Rule:
     """A row that has met a call: a letter for each dim of each tensor, None where a dim must be whole.
 
-    A letter that some axis splits is split wherever it stands. An output that has not got a `reduced` one is pending:
-    each rank has a part of it, and `addends`, inputs that are added to it, must be such parts too. `linear` are groups
-    of inputs in which a pending sum passes through, `monotone` says what a pending max or min of the only tensor
-    becomes. A letter in `ranges` is split only so that each rank has a range of it: its `local` counts from where
-    a block begins.
+    A letter that some axis splits is split wherever it stands; where dims of several sizes have it, only evenly. An
+    output that has not got a `reduced` one is pending: each rank has a part of it, and `addends`, inputs that are added
+    to it, must be such parts too. `linear` are groups of inputs in which a pending sum passes through, `monotone` says
+    what a pending max or min of the only tensor becomes. A letter in `ranges` is split only so that each rank has a
+    range of it: its `local` counts from where a block begins.
     """
 
     inputs: tuple[Letters, ...]
@@ -48,6 +48,7 @@ class Rule:
     local: Callable[[Call, Place], Local | None] | None = None
     ranges: frozenset[str] = frozenset()
     empty: bool = True  # whether the op takes a block without elements, as an uneven cut may leave
+    alike: frozenset[int] = frozenset()  # outputs that come out the same on all ranks, whatever is split
 
     def cast(self, call: Call) -> Rule:
         """The rule for a call's dtypes: a pending sum passes only where a sum of casts is the cast of the sum.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from shardwise.rules import (
     along,
+    attention,
+    bag,
     contraction,
     convolution,
     creation,
     indexing,
     linalg,
+    loss,
+    normalization,
     pointwise,
     ranges,
     reduction,
@@ -37,6 +41,10 @@ _FAMILIES = (
     convolution.ROWS,
     ranges.ROWS,
     spatial.ROWS,
+    normalization.ROWS,
+    loss.ROWS,
+    attention.ROWS,
+    bag.ROWS,
 )
 
 

@@ -173,8 +173,8 @@ def seen_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:
 
 def wrapped(result: Any, specs: Iterator[Spec]) -> Any:
     """What an op returned with its tensors wrapped."""
-    if result is None:
-        return None
     if isinstance(result, Tensor):
         return _new(DTensor, result, next(specs), requires_grad=False)
-    return type(result)([wrapped(r, specs) for r in result])
+    if isinstance(result, list | tuple):
+        return type(result)([wrapped(r, specs) for r in result])
+    return result  # None where a mask leaves an output out, or a number

@@ -213,7 +213,7 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
 
 def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
     """The shortest way there is, where nothing moves and the op runs on the blocks of this rank as it is."""
-    if any(recipe.moves) or recipe.simulated:
+    if any(recipe.moves) or recipe.simulated or recipe.alike:
         return None
     if recipe.programs is not None:
         if not recipe.regroups or recipe.shape is None:

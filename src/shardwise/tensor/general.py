@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import PerRank, map_ranks, members_of, run, spread
+from shardwise.layout import Spec
 from shardwise.tensor.direct import wrapped
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import mind
 from shardwise.tensor.prepare import Prepared, tensors_in
-from shardwise.tensor.whole import returned_by
+from shardwise.tensor.whole import replicated_like, returned_by
 from shardwise.tensor.write_through import is_view
 
 __all__ = ["general", "writes"]
@@ -55,7 +57,16 @@ def general(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
         return target
     if recipe.regroups and recipe.moves[0] is None and is_view(func):
         _rejoin(args[0], result)
-    return wrapped(result, iter(recipe.outputs))
+    return wrapped(result, _specs(recipe, result))
+
+
+def _specs(recipe: Prepared, result: Any) -> Iterator[Spec]:
+    """The specs of what came out; meta kernels do not always say how large a kernel's by-products are."""
+    if not recipe.alike:
+        return iter(recipe.outputs)
+    came = [t for t in result if isinstance(t, Tensor)]
+    pairs = enumerate(zip(recipe.outputs, came, strict=True))
+    return iter([replicated_like(t, recipe.mesh) if i in recipe.alike else spec for i, (spec, t) in pairs])
 
 
 def _rejoin(x: DTensor, seen: Tensor) -> None:
@@ -82,8 +93,8 @@ def _joined(results: dict[Any, Any]) -> Any:
     if isinstance(first, Tensor):
         return PerRank(results)
     return type(first)(
-        None if part is None else PerRank({r: v[i] for r, v in results.items()})
-        for i, part in enumerate(first)
+        PerRank({r: v[i] for r, v in results.items()}) if isinstance(first[i], Tensor) else first[i]
+        for i in range(len(first))
     )
 
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.tensor import convolution, pooling, ranges, resampled, slices, statistics, unfold
+from shardwise.tensor import (
+    convolution,
+    extremes,
+    losses,
+    normalize,
+    pooling,
+    ranges,
+    resampled,
+    slices,
+    statistics,
+    tables,
+    unfold,
+)
 from shardwise.tensor.offer import Maker, Offer, seconds_of
 from shardwise.tensor.prepare import Prepared, tensors_in
 from shardwise.tensor.whole import plans_to_whole
@@ -12,7 +24,9 @@ from shardwise.tensor.whole import plans_to_whole
 __all__ = ["OFFERS", "better", "offered"]
 
 # By op. A family of programs is a file with such a dictionary.
-_FAMILIES = (statistics, slices, ranges, unfold, convolution, pooling, resampled)
+_FAMILIES = (
+    statistics, slices, ranges, unfold, convolution, pooling, resampled, normalize, losses, extremes, tables,
+)  # fmt: skip
 OFFERS: dict[Any, Maker] = {op: make for family in _FAMILIES for op, make in family.OFFERS.items()}
 
 

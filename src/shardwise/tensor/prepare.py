@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ from shardwise.rules.shape import REGROUPED
 from shardwise.rules.table import REGISTERED, row_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.listing import listed
+from shardwise.tensor.made import made_by
 
-__all__ = ["Met", "Prepared", "full_name", "made", "meet", "prepare", "row_name", "tensors_in"]
+__all__ = ["Met", "Prepared", "full_name", "meet", "prepare", "row_name", "tensors_in"]
 
-_log = logging.getLogger("shardwise")
 _Program = Callable[[Sequence[Tensor]], Any]
 
 
@@ -41,6 +40,7 @@ class Prepared:
     simulated: bool
     regroups: bool = False  # the result is the first tensor's elements in another shape
     shape: tuple[int, ...] | None = None  # this rank's block of it, then
+    alike: frozenset[int] = frozenset()  # outputs that are whole on all ranks, as they come
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
@@ -85,13 +85,14 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepare
         return None
     outputs = tuple(
         Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
-        for layout, meta in zip(choice.outputs, (m for m in results if m is not None), strict=True)
+        for layout, meta in zip(choice.outputs, (m for m in results if isinstance(m, Tensor)), strict=True)
     )
     pairs = zip(layouts, choice.inputs, sizes, strict=True)
     moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
     me = None if simulated else coord_of(mesh)
     shape = block_shape(choice.outputs[0], me) if rule is None and me is not None else None
-    return Prepared(moves, programs, outputs, mesh, simulated, regroups=rule is None, shape=shape)
+    alike = rule.alike if isinstance(rule, Rule) else frozenset()
+    return Prepared(moves, programs, outputs, mesh, simulated, rule is None, shape, alike)
 
 
 def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
@@ -116,7 +117,7 @@ def meet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceM
     row = own or row_of(name)
     if row is None and (name not in REGROUPED or in_place):
         return None
-    results = made(func, args, kwargs, told=own is not None)
+    results = made_by(func, args, kwargs, told=own is not None)
     if results is None:
         return None
     found = tensors_in([*args, *kwargs.values()])
@@ -163,55 +164,13 @@ def _written(func: Any, call: Call) -> tuple[int, ...]:
     return tuple(out)
 
 
-def made(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, told: bool = False
-) -> list[Tensor | None] | None:
-    """What the op makes of tensors of the global shapes, on the meta device; None where it cannot say."""
-    try:
-        result = func(*_on_meta(args), **_on_meta(kwargs))
-    except Exception as error:  # what is wrong with the call is said by the op itself, on the whole
-        if told:
-            _say_unused(func, error)
-        return None
-    if result is None and not func._schema.returns:
-        return []  # it only writes
-    out: list[Tensor | None]
-    out = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
-    # what an output mask leaves out is None, and has no layout
-    return out if out and all(t is None or isinstance(t, Tensor) for t in out) else None
-
-
-_unused: set[str] = set()
-
-
-def _say_unused(func: Any, error: Exception) -> None:
-    if full_name(func) not in _unused:
-        _unused.add(full_name(func))
-        _log.warning(
-            "%s has a registered rule that is not used, and runs on the whole: what it returns is not known "
-            "before it runs (%s). Register that with torch.library.register_fake.",
-            func,
-            str(error).partition(". ")[0],
-        )
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, list | tuple):
-        return type(value)(_on_meta(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _on_meta(v) for k, v in value.items()}
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
 def _call(
     name: str,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     found: list[Tensor],
-    made: list[Tensor | None],
+    made: list[Any],
 ) -> Call:
     numbers = iter(range(len(found)))
 
@@ -236,10 +195,10 @@ def _call(
         named,
         tuple(tensors),
         tuple(tuple(t.shape) for t in found),
-        tuple(tuple(t.shape) for t in made if t is not None),
-        tuple(t is not None for t in made),
+        tuple(tuple(t.shape) for t in made if isinstance(t, Tensor)),
+        tuple(isinstance(t, Tensor) for t in made),
         tuple(str(t.dtype).removeprefix("torch.") for t in found),
-        tuple(str(t.dtype).removeprefix("torch.") for t in made if t is not None),
+        tuple(str(t.dtype).removeprefix("torch.") for t in made if isinstance(t, Tensor)),
     )
 
 

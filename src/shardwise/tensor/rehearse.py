@@ -10,10 +10,11 @@ from torch import Tensor
 
 from shardwise.layout import Layout, Spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.made import made_by
 from shardwise.tensor.offer import seconds_of
 from shardwise.tensor.offers import offered
 from shardwise.tensor.policy import implicit_replication
-from shardwise.tensor.prepare import made, prepare, tensors_in
+from shardwise.tensor.prepare import prepare, tensors_in
 from shardwise.tensor.programs import is_composite, program_for
 from shardwise.tensor.whole import plans_to_whole, returned_by
 
@@ -46,7 +47,7 @@ def cheaper_program(
     program = program_for(func)
     whole = seconds_of(plans_to_whole(tensors_in([*args, *kwargs.values()])))
     # what the op itself refuses, or says with a result of another shape, it must say on the whole
-    if program is None or whole == 0.0 or made(func, args, kwargs) is None:
+    if program is None or whole == 0.0 or made_by(func, args, kwargs) is None:
         return None
     seconds = rehearsed(program, args, kwargs)
     if seconds is None or seconds >= whole:
@@ -90,7 +91,7 @@ def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _seconds[-1] += here
     if (target := returned_by(func, args, kwargs)) is not None or not func._schema.returns:
         return target
-    results = made(func, args, kwargs)
+    results = made_by(func, args, kwargs)
     if results is None:
         raise NotImplementedError(f"{func} cannot be rehearsed: what it makes depends on values")
     return _cast(func, results, specs, args, kwargs)
@@ -98,7 +99,7 @@ def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _cast(
     func: Any,
-    results: list[Tensor | None],
+    results: list[Any],
     specs: tuple[Spec, ...] | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -106,10 +107,10 @@ def _cast(
     """What an op made as actors: as its row lays it out, else whole."""
     first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
     axes, rest = first._spec.layout.axes, iter(specs or ())
-    out: list[DTensor | None] = []
+    out: list[Any] = []
     for t in results:
-        if t is None:
-            out.append(None)
+        if not isinstance(t, Tensor):  # None where a mask leaves an output out, or a number
+            out.append(t)
             continue
         whole = Layout.replicated(tuple(t.shape), axes)
         out.append(

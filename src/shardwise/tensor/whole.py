@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, map_ranks
+from shardwise.comm import PerRank, axes_of, map_ranks
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.autograd import redistributed
@@ -26,6 +27,7 @@ __all__ = [
     "on_whole",
     "place_returned",
     "plans_to_whole",
+    "replicated_like",
     "returned_by",
     "write_back",
     "written_by",
@@ -181,11 +183,19 @@ def _counts_as_replicated(func: Any, t: Tensor) -> bool:
     return t.dim() == 0 or in_backward or replicates() or _torchs_own(func)
 
 
+# Ops that write to arguments though their schema does not say so.
+_WRITES_UNSAID = dict.fromkeys(
+    (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default),
+    ("running_mean", "running_var"),
+)
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     """The arguments that the op writes to, by its schema."""
     out: list[DTensor] = []
+    unsaid = _WRITES_UNSAID.get(func, ())
     for i, arg in enumerate(func._schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
+        if arg.name in unsaid or (arg.alias_info is not None and arg.alias_info.is_write):
             value = args[i] if i < len(args) else kwargs.get(arg.name)
             out.extend(t for t in _tensors_in([value]) if isinstance(t, DTensor))
     return out
@@ -238,15 +248,18 @@ def _wrap(result: Any, spec: Spec, written_whole: dict[int, DTensor], written: l
             return written_whole[id(result)]
         if len(written) == 1 and tuple(result.shape) == tuple(written[0].shape):
             return written[0]
-        axes = spec.layout.axes
         if result.dtype.is_complex:  # conjugated by a flag, which a DTensor has not
             result = map_ranks(torch.resolve_conj, result)
-        stride = tuple(result.ranks[0].stride() if isinstance(result, PerRank) else result.stride())
-        out = Spec(spec.mesh, Layout.replicated(result.shape, axes), result.dtype, result.shape, stride)
-        return DTensor(result, out)
+        return DTensor(result, replicated_like(result, spec.mesh))
     if isinstance(result, list | tuple):
         return type(result)(_wrap(r, spec, written_whole, []) for r in result)
     return result
+
+
+def replicated_like(whole: Tensor, mesh: DeviceMesh) -> Spec:
+    """The spec of a tensor that every rank of a mesh holds like this one."""
+    stride = tuple(whole.ranks[0].stride() if isinstance(whole, PerRank) else whole.stride())
+    return Spec(mesh, Layout.replicated(whole.shape, axes_of(mesh)), whole.dtype, whole.shape, stride)
 
 
 _said: set[Any] = set()
