@@ -48,7 +48,7 @@ def _of_images(ndim: int, *rest: tuple[Any, ...]) -> list[Call]:
 
 
 def _padded(ndim: int) -> list[Call]:
-    return _of_images(ndim, ([1, 2] * ndim,), ([0, 1] * ndim,))
+    return _of_images(ndim, ([1, 2] * ndim,))
 
 
 def _upsampled(ndim: int, *more: Any) -> list[Call]:
@@ -199,6 +199,12 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         _call(_x(5, 4), [-1, -1]),
         _call(_x(3), [0, 3]),
         _call(_x(dtype=torch.int64), [4]),
+    ],
+    "aten.transpose.int": lambda: [
+        _call(_x(5, 4), 0, 1),
+        _call(_x(2, 5, 3), -1, 0),
+        _call(_x(6, dtype=torch.int64), 0, 0),
+        _call(_x(3, 4, dtype=torch.bool), 0, -1),
     ],
     "aten.permute.default": lambda: [
         _call(_x(5, 4), [1, 0]),
