@@ -138,7 +138,7 @@ ROWS: dict[str, Row] = {
             "fmod.Scalar frac frexp.Tensor gcd ge.Tensor ge.Scalar gelu gt.Tensor gt.Scalar hardshrink hardsigmoid "
             "hardswish hardtanh heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp.Tensor "
             "le.Tensor le.Scalar leaky_relu lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not "
-            "logical_or logical_xor logit lt.Tensor lt.Scalar masked_fill.Tensor maximum minimum mish mvlgamma "
+            "logical_or logical_xor logit lt.Tensor lt.Scalar masked_fill.Tensor maximum minimum mish "
             "nan_to_num ne.Tensor ne.Scalar nextafter polar polygamma pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar "
             "reciprocal remainder.Tensor remainder.Scalar remainder.Scalar_Tensor round round.decimals rsqrt rsub.Scalar "
             "rsub.Tensor selu signbit silu sin sinc softplus softshrink special_airy_ai special_bessel_j0 "
