@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import shardwise as sw
+from shardwise.comm import counting
 from shardwise.rules import Call, Slot
 from shardwise.tensor.discover import discovered
 
@@ -67,3 +69,27 @@ def test_an_op_that_refuses_small_tensors_has_no_rule():
     big = (4096, 4096)
     assert found(aten.slice_scatter.default, big, (1, 4096), dim=0, start=4000, end=4001, step=1) is None
     assert found(aten.nonzero.default, (4, 3), dtypes=["bool"]) is None  # as many rows as there happen to be
+
+
+def test_an_op_declared_safe_runs_by_the_rule_that_is_found():
+    @torch.library.custom_op("found::rows", mutates_args=())
+    def rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x.cumsum(1) * w).tanh()
+
+    rows.register_fake(lambda x, w: torch.empty_like(x))
+    x, w = torch.randn(7, 4, 3), torch.randn(3)
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        given = sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Shard(2)])
+        by = sw.distribute_tensor(w, mesh, [sw.Replicate(), sw.Shard(0)])
+        with counting() as ledger:
+            whole = rows(given, by)
+        assert ledger.bytes > 0  # nothing is known of it yet
+        sw.register_sharding(rows, "?")
+        with counting() as ledger:
+            got = rows(given, by)
+        assert ledger.bytes == 0
+        assert str(got.layout) == "[7:dp, 4, 3:tp]"
+        torch.testing.assert_close(got.full_tensor().ranks[3], rows(x, w))
+        torch.testing.assert_close(whole.full_tensor().ranks[3], rows(x, w))
+    assert sw.rules.verify(rows, [((x, w), {})]).candidates > 4

@@ -14,6 +14,7 @@ from shardwise.layout import LayoutError
 from shardwise.rules import Listing, Row
 from shardwise.rules.notation import row
 from shardwise.rules.table import REGISTERED
+from shardwise.tensor.discover import discovered
 from shardwise.tensor.dispatch import forget
 from shardwise.tensor.prepare import full_name
 
@@ -56,7 +57,9 @@ def register_sharding(
     In a row, letters behind the arrow are those of the outputs; one that is missing there is reduced, `by` sum or what
     is said, and `added` are arguments that are added to such parts. `linear` are groups of tensor arguments in which
     a pending sum passes through. What an op writes to stays as it lies. `empty=False` if it takes no empty blocks,
-    `reads=False` if its numbers do not matter to the row. A `Row` made elsewhere may stand for the text.
+    `reads=False` if its numbers do not matter to the row. A `Row` made elsewhere may stand for the text, and
+    "?" for one that is found by running the op on pieces of small tensors: only say so of an op of which values do
+    not decide what may be split.
 
     >>> import shardwise as sw
     >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
@@ -80,6 +83,11 @@ def register_sharding(
             return lister
 
         return decorate
+    if text == "?":
+        rows = [discovered(one) for one in ops]
+        for one, found in zip(ops, rows, strict=True):
+            _register([one], found)
+        return rows[0]
     made = text if isinstance(text, Row) else None
     made = made or row(str(text), by=by, linear=linear, added=added, reads=reads, empty=empty)
     _register(ops, made)
