@@ -38,9 +38,8 @@ bench: $(READY)  ## bytes, collectives, planning time and overhead next to torch
 	$(BIN)/python -m benchmarks.redistribute
 	$(BIN)/python -m benchmarks.overhead
 
-sweep: $(READY)  ## every op of torch's op_db on drawn layouts, against the dense result
-	$(BIN)/python -m benchmarks.sweep --samples 6 --dtype float64
-	$(BIN)/python -m benchmarks.sweep --samples 6 --dtype float64 --grad
+sweep: $(READY)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
+	$(BIN)/python -m benchmarks.sweep $(SWEEP)
 
 rules: $(READY)  ## write the printed rule table anew
 	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt

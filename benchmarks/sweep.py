@@ -1,257 +1,230 @@
-"""Every op of torch's own `op_db` on drawn layouts, against the dense result: right, wrong or error, op by op."""
+"""Every op of torch's own `op_db` on drawn layouts, results and gradients against dense, op by op.
+
+python -m benchmarks.sweep                       everything, on all cores (hours)
+python -m benchmarks.sweep --samples 3           at most three samples of each op and dtype
+python -m benchmarks.sweep --only addmm --dtype bfloat16 --seed 7
+python -m benchmarks.sweep --part 0/4            every fourth op, for one of four machines
+"""
+
+from __future__ import annotations
 
 import argparse
 import collections
 import logging
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
 import random
+import signal
+import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
 import shardwise as sw
-from shardwise.comm import members_of
+from benchmarks.excluded import excluded
+from benchmarks.verdict import Verdict, check
+
+__all__ = ["DTYPES", "OPS", "Tally", "sweep_op"]
 
 MESHES = ((2,), (3,), (2, 2))
+DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "bfloat16", "complex64")
+JUDGED = ("float32", "int64")  # what could have stayed split is much the same in the others
+OPS = {op.full_name: op for op in op_db}
+KINDS = ("right", "rounded", "wrong", "error", "skipped")
 
 
-def distributed(t: Tensor, mesh: sw.DeviceMesh, draw: random.Random) -> Any:
-    """A tensor on the mesh in a drawn layout, pending parts of asymmetric, sign-changing values included."""
-    placements: list[sw.Placement] = []
-    for _ in range(mesh.ndim):
-        options: list[sw.Placement] = [sw.Replicate()] + [sw.Shard(d) for d in range(t.dim())] * 2
-        if t.dtype.is_floating_point or t.dtype.is_complex:
-            options.append(sw.Partial())
-        placements.append(draw.choice(options))
-    x = sw.distribute_tensor(t.detach(), mesh, placements)
-    if x.layout.partial and t.numel():
-        axes = [a for a, _ in x.layout.partial]
-        noise = {}
-        for rank, coord in members_of(mesh).items():
-            block = x.to_local().of_rank(rank)
-            key = tuple(c for a, c in enumerate(coord) if a != axes[0])
-            n = mesh.shape[axes[0]]
-            if key not in noise:
-                noise[key] = [torch.randint(-4, 5, block.shape).to(block.dtype) for _ in range(n - 1)]
-                noise[key].append(-sum(noise[key]))
-            block += noise[key][coord[axes[0]]]
-    return x
+@dataclass
+class Tally:
+    """What came of an op's samples in one dtype."""
+
+    op: str
+    dtype: str
+    kinds: Counter[str] = field(default_factory=Counter)
+    rungs: Counter[str] = field(default_factory=Counter)
+    whys: list[tuple[str, int, str]] = field(
+        default_factory=list
+    )  # verdict, number of the sample, what was seen
+    cheaper: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(self, number: int, verdict: Verdict) -> None:
+        self.kinds[verdict.kind] += 1
+        self.rungs += verdict.rungs
+        self.cheaper |= verdict.cheaper
+        if verdict.kind != "right":
+            self.whys.append((verdict.kind, number, verdict.why))
 
 
-def swap(value: Any, fn: Any) -> Any:
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, list | tuple):
-        return (
-            type(value)(*(swap(v, fn) for v in value))
-            if hasattr(value, "_fields")
-            else type(value)(swap(v, fn) for v in value)
-        )
-    if isinstance(value, dict):
-        return {k: swap(v, fn) for k, v in value.items()}
-    return value
+def sweep_op(
+    name: str, dtype: str, most: int | None, seed: str, number: int | None = None, judge: bool = True
+) -> Tally:
+    """The verdicts on an op's samples in a dtype: all, at most so many drawn ones, or one by its number."""
+    op, tally, start = OPS[name], Tally(name, dtype), time.perf_counter()
+    torch.manual_seed(0)
+    samples = list(enumerate(op.sample_inputs("cpu", getattr(torch, dtype), requires_grad=False)))
+    draw = random.Random(f"{seed} {name} {dtype}")
+    if number is not None:
+        samples = samples[number : number + 1]
+    elif most is not None and most < len(samples):
+        samples = sorted(draw.sample(samples, most), key=lambda s: s[0])
+    for at, sample in samples:
+        # a sample's draws are its own, so that one can be looked at alone
+        mine = random.Random(f"{seed} {name} {dtype} {at}")
+        torch.manual_seed(at)
+        shape = mine.choice(MESHES)
+        with sw.simulate(math.prod(shape)):
+            mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+            tally.add(at, check(op, sample, mesh, mine, judge and dtype in JUDGED))
+    tally.seconds = time.perf_counter() - start
+    return tally
 
 
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [x for v in value for x in flat(v)]
-    return [value]
+def quiet() -> None:
+    """No word of what is looked at anyway."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("shardwise").setLevel(logging.ERROR)
 
 
-def same(got: Any, want: Any, layout_of: Any) -> str:
-    """Empty if they agree, else what is wrong."""
-    if isinstance(want, Tensor):
-        if isinstance(got, sw.DTensor):
-            got = got.full_tensor().ranks[0]
-        elif isinstance(got, sw.PerRank):
-            got = got.ranks[0]
-        if got.shape != want.shape:
-            return f"shape {tuple(got.shape)} not {tuple(want.shape)}"
-        if got.dtype != want.dtype:
-            return f"dtype {got.dtype} not {want.dtype}"
-        if want.is_sparse or want.layout is not torch.strided:
-            return ""
-        tol = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8, torch.complex128: 1e-8}.get(
-            want.dtype, 2e-4
-        )
-        if not torch.allclose(
-            got.to(torch.complex128), want.to(torch.complex128), rtol=tol, atol=tol, equal_nan=True
-        ):
-            return f"values: {got.flatten()[:4].tolist()} not {want.flatten()[:4].tolist()}"
-        return ""
-    return "" if got == want or (got != got and want != want) else f"{got!r} not {want!r}"
+Job = tuple[str, str, int | None, str, int | None]
 
 
-def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random) -> tuple[str, str]:
-    """The verdict on one sample, and what was seen."""
-    call = (sample.input, sample.args, sample.kwargs)
-    try:
-        dense = op(*(lambda i, a, k: (i, *a))(*swap(call, lambda t: t.detach().clone())), **sample.kwargs)
-    except Exception:
-        return "skipped", "dense fails"
-    seen: list[str] = []
-
-    def put(t: Tensor) -> Any:
-        x = distributed(t, mesh, draw)
-        seen.append(str(x._spec))
-        return x
-
-    state = torch.get_rng_state()
-    try:
-        i, a, k = swap(call, put)
-        torch.set_rng_state(state)
-        got = op(i, *a, **k)
-        results = list(zip(flat(got), flat(dense), strict=True))
-        for g, w in results:
-            if verdict := same(g, w, None):
-                return "wrong", f"{verdict} on {seen} {sample.args} {sample.kwargs}"
-    except Exception as error:
-        return (
-            "error",
-            f"{type(error).__name__}: {str(error)[:200]} on {seen} {str(sample.args)[:80]} {sample.kwargs}",
-        )
-    return "right", ""
+def _worker(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    quiet()
+    while (job := pipe.recv()) is not None:
+        pipe.send(sweep_op(*job))
 
 
-def loss_of(result: Any, mesh: Any) -> Any:
-    """A weighted sum of what can be differentiated, or None."""
-    total = None
-    for out in flat(result):
-        if (
-            isinstance(out, Tensor)
-            and out.requires_grad
-            and (out.dtype.is_floating_point or out.dtype.is_complex)
-        ):
-            w = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
-            if isinstance(out, sw.DTensor):
-                w = sw.distribute_tensor(w, mesh, [sw.Replicate()] * mesh.ndim)
-            term = (out * w).sum()
-            term = term.real if term.dtype.is_complex else term
-            total = term if total is None else total + term
-    return total
+def run_all(jobs: list[Job], processes: int) -> Iterator[Tally]:
+    """The tallies of jobs, as they are done, in processes of their own: one that crashes is an error of its op."""
+    start = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    waiting, busy = list(reversed(jobs)), {}
+
+    def hire(pipe: Any = None) -> None:
+        if not waiting:
+            if pipe is not None:
+                pipe.send(None)
+            return
+        if pipe is None:
+            pipe, theirs = start.Pipe()
+            start.Process(target=_worker, args=(theirs,), daemon=True).start()
+            theirs.close()
+        busy[pipe] = waiting.pop()
+        pipe.send(busy[pipe])
+
+    for _ in range(processes):
+        hire()
+    while busy:
+        for pipe in multiprocessing.connection.wait(list(busy)):
+            op, dtype, *_ = busy.pop(pipe)
+            try:
+                yield pipe.recv()
+                hire(pipe)
+            except EOFError:
+                crash = Tally(op, dtype)
+                crash.add(-1, Verdict("error", "the process crashed"))
+                yield crash
+                hire()
 
 
-def check_grad(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random) -> tuple[str, str]:
-    """The verdict on the gradients of one sample."""
-    call = (sample.input, sample.args, sample.kwargs)
-    leaves: list[Tensor] = []
-    mine: list[Any] = []
-    seen: list[str] = []
-
-    def leaf(t: Tensor) -> Tensor:
-        out = t.detach().clone().requires_grad_(t.dtype.is_floating_point or t.dtype.is_complex)
-        leaves.append(out)
-        return out
-
-    def put(t: Tensor) -> Any:
-        x = distributed(t, mesh, draw).requires_grad_(t.dtype.is_floating_point or t.dtype.is_complex)
-        mine.append(x)
-        seen.append(str(x._spec))
-        return x
-
-    try:
-        i, a, k = swap(call, leaf)
-        loss = loss_of(op(i, *a, **k), mesh)
-        if loss is None:
-            return "skipped", ""
-        loss.backward()
-    except Exception:
-        return "skipped", "dense fails"
-    try:
-        i, a, k = swap(call, put)
-        loss_of(op(i, *a, **k), mesh).backward()
-        for x, t in zip(mine, leaves, strict=True):
-            if (x.grad is None) != (t.grad is None):
-                if (t.grad if x.grad is None else x.grad.full_tensor().ranks[0]).abs().sum() != 0:
-                    return "wrong", f"grad {x.grad is None} {t.grad is None} on {seen}"
-            elif t.grad is not None and (verdict := same(x.grad, t.grad, None)):
-                return "wrong", f"grad {verdict} on {seen} {sample.args} {sample.kwargs}"
-    except Exception as error:
-        return (
-            "error",
-            f"{type(error).__name__}: {str(error)[:200]} on {seen} {str(sample.args)[:80]} {sample.kwargs}",
-        )
-    return "right", ""
+def _row(op: str, tallies: list[Tally]) -> str:
+    kinds = sum((t.kinds for t in tallies), Counter[str]())
+    rungs = sum((t.rungs for t in tallies), Counter[str]())
+    counts = " ".join(f"{kinds[k]:7}" for k in KINDS) + " |" + "".join(f" {rungs[r]:7}" for r in _RUNGS)
+    return f"{op:52} {counts} {'cheaper exists' if any(t.cheaper for t in tallies) else ''}".rstrip()
 
 
-RANDOM = {
-    "bernoulli",
-    "normal",
-    "multinomial",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "randint",
-    "randn",
-    "nn.functional.dropout",
-    "nn.functional.alpha_dropout",
-    "nn.functional.feature_alpha_dropout",
-    "nn.functional.dropout2d",
-    "nn.functional.dropout3d",
-    "nn.functional.rrelu",
-    "uniform",
-    "exponential",
-    "cauchy",
-    "geometric",
-    "log_normal",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "empty_strided",
-    "empty_permuted",
-    "nn.functional.fractional_max_pool2d",
-    "nn.functional.fractional_max_pool3d",
-    "pca_lowrank",
-    "svd_lowrank",
-    "normal.number_mean",
-    "normal.in_place",
-    "bernoulli_",
-    "nn.functional.scaled_dot_product_attention_dropout",
-}
+_RUNGS = ("row", "offer", "whole")
+
+
+def report(tallies: list[Tally]) -> int:
+    """Print the tables; the number of ops that are not right."""
+    by_op: dict[str, list[Tally]] = collections.defaultdict(list)
+    for t in tallies:
+        by_op[t.op].append(t)
+    print(f"{'op':52} " + " ".join(f"{k:>7}" for k in KINDS) + " |" + "".join(f" {r:>7}" for r in _RUNGS))
+    for op in sorted(by_op):
+        print(_row(op, by_op[op]))
+    print("\nnot right, or right but for rounding; again with --only OP --dtype DTYPE --number N:")
+    for t in sorted(tallies, key=lambda t: (t.op, t.dtype)):
+        for kind, number, why in t.whys:
+            if kind != "skipped":
+                print(f"{kind:8} {t.op} {t.dtype} {number}: {why}")
+    print("\nnot compared by value:")
+    for op in sorted(by_op):
+        if why := excluded(OPS[op]):
+            print(f"{op:52} {why}")
+    skips = Counter((t.op, why) for t in tallies for kind, _, why in t.whys if kind == "skipped")
+    print("\nskipped:")
+    for (op, why), count in sorted(skips.items()):
+        print(f"{op:52} {count:4} {why}")
+    print("\non the last rung though a split could have stayed:")
+    last = {op: dict(c for t in ts for c in t.cheaper.items()) for op, ts in by_op.items()}
+    for op, found in sorted(last.items()):
+        for aten, how in found.items():
+            print(f"{op:52} {aten}: {how}")
+    print(f"\n{'dtype':10} {'ops':>5} {'all right':>9} " + " ".join(f"{k:>7}" for k in KINDS))
+    bad: set[str] = set()
+    for dtype in DTYPES:
+        mine = [t for t in tallies if t.dtype == dtype]
+        fine = [t for t in mine if not (t.kinds["wrong"] or t.kinds["error"])]
+        bad |= {t.op for t in mine} - {t.op for t in fine}
+        kinds = sum((t.kinds for t in mine), Counter[str]())
+        print(f"{dtype:10} {len(mine):5} {len(fine):9} " + " ".join(f"{kinds[k]:7}" for k in KINDS))
+    count = sum(1 for found in last.values() if found)
+    print(
+        f"{len(by_op)} ops, {len(bad)} of them not right, {count} on the last rung though a split could have stayed"
+    )
+    return len(bad)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grad", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="ops with this in their name; =NAME for exactly one")
+    parser.add_argument("--samples", type=int, default=None, help="at most so many per op and dtype")
+    parser.add_argument("--number", type=int, default=None, help="only the sample of this number")
+    parser.add_argument("--dtype", default=",".join(DTYPES), help="dtypes, with commas between")
+    parser.add_argument("--seed", default="0", help="what layouts are drawn from")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th op, from the i-th")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("shardwise").setLevel(logging.ERROR)
-    dtype = getattr(torch, options.dtype)
-    counts: collections.Counter[str] = collections.Counter()
-    bad: dict[str, list[str]] = {}
-    start = time.perf_counter()
-    for op in op_db:
-        if options.only and options.only not in op.full_name:
-            continue
-        if options.grad and not op.supports_autograd:
-            continue
-        if dtype not in op.supported_dtypes("cpu") or op.name in RANDOM or "sparse" in op.name:
-            continue
-        draw = random.Random(f"{options.seed}{op.full_name}")
-        torch.manual_seed(0)
-        samples = list(op.sample_inputs("cpu", dtype, requires_grad=False))
-        for sample in draw.sample(samples, min(options.samples, len(samples))):
-            shape = draw.choice(MESHES)
-            world = 1
-            for n in shape:
-                world *= n
-            with sw.simulate(world):
-                mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-                verdict, why = (check_grad if options.grad else check)(op, sample, mesh, draw)
-            counts[verdict] += 1
-            if verdict in ("wrong", "error"):
-                bad.setdefault(f"{verdict} {op.full_name}", []).append(why)
-    for name, whys in sorted(bad.items()):
-        print(name, len(whys), " ".join(whys[0].split())[:300])
-    print(dict(counts), f"{time.perf_counter() - start:.0f} s", len(bad), "ops")
+    which, parts = map(int, options.part.split("/"))
+    name = options.only
+    ops = [n for n in OPS if (n == name[1:] if name.startswith("=") else name in n)][which::parts]
+    jobs = [
+        (op, dtype, options.samples, options.seed, options.number)
+        for op in ops
+        for dtype in options.dtype.split(",")
+        if getattr(torch, dtype) in OPS[op].supported_dtypes("cpu")
+    ]
+    start, tallies = time.perf_counter(), []
+    random.Random(0).shuffle(jobs)  # so that what was done when it is stopped is a fair sample
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for done, tally in enumerate(run_all(jobs, options.jobs), 1):
+            tallies.append(tally)
+            for kind, number, why in tally.whys:
+                if kind in ("wrong", "error"):
+                    at = f"{done}/{len(jobs)}"
+                    print(f"{at} {kind} {tally.op} {tally.dtype} {number}: {why}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"stopped after {len(tallies)} of {len(jobs)} ops and dtypes")
+    bad = report(tallies)
+    slow = sorted(tallies, key=lambda t: -t.seconds)[:3]
+    print(
+        f"{time.perf_counter() - start:.0f} s; slowest: {', '.join(f'{t.op} {t.seconds:.0f} s' for t in slow)}"
+    )
+    sys.exit(1 if bad else 0)
 
 
 if __name__ == "__main__":

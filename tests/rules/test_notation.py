@@ -4,6 +4,7 @@ from shardwise import LayoutError
 from shardwise.rules import Call, Slot
 from shardwise.rules.notation import row
 from shardwise.rules.pointwise import pointwise
+from shardwise.rules.table import TABLE
 
 
 def call(*shapes, outputs, tensors=None, args=None):
@@ -54,3 +55,17 @@ def test_what_is_broadcast_is_whole():
 def test_a_text_without_an_arrow_is_refused():
     with pytest.raises(LayoutError, match="has no ->"):
         row("m k, k n")
+
+
+def test_an_extreme_that_is_pending_is_not_cast_to_complex_numbers():
+    cast = TABLE["aten._to_copy.default"]
+    assert cast.build(call((2,), outputs=((2,),), args={"dtype": "torch.float64"})).monotone
+    assert not cast.build(call((2,), outputs=((2,),), args={"dtype": "torch.complex64"})).monotone
+
+
+def test_minus_an_integer_is_in_no_order():
+    minus = TABLE["aten.neg.default"]
+    assert minus.build(call((2,), outputs=((2,),))).monotone == {"max": "min", "min": "max"}
+    whole = Call("aten.neg.default", {}, (Slot(0),), ((2,),), ((2,),), dtypes=("int32",))
+    assert minus.build(whole).monotone == {}
+    assert minus.build(whole).linear

@@ -9,7 +9,9 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
 from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
+from shardwise.tensor.reads_values import give_values
 from shardwise.tensor.register import register_sharding
+from shardwise.tensor.rungs import watching
 from shardwise.tensor.saved import allow_loading
 
 __all__ = [
@@ -27,7 +29,9 @@ __all__ = [
     "ones",
     "policy",
     "register_sharding",
+    "watching",
     "zeros",
 ]
 
 allow_loading()
+give_values()

@@ -22,6 +22,7 @@ from shardwise.tensor.policy import replicates
 from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name, tensors_in
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
+from shardwise.tensor.rungs import tell
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
 from shardwise.tensor.write_through import is_view, remembered, returning
 
@@ -205,7 +206,7 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     if is_view(func) and (recipe is None or any(recipe.moves)) and _is_cut(args[0]):
         return lambda a, k: remembered(func, a, k, _moved(func, recipe, offer, a, k))
     if offer is not None:
-        return lambda a, k: offer.run(*a, **k)
+        return lambda a, k: _offered(func, offer, a, k)
     if recipe is None:
         return cheaper_program(func, args, kwargs) or (lambda a, k: on_whole(func, a, k))
     return _direct(func, recipe, args, kwargs) or (lambda a, k: general(func, recipe, a, k))
@@ -244,6 +245,11 @@ def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
     return direct.any_args(binding(func), at, spec)
 
 
+def _offered(func: Any, offer: Offer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tell(func, "offer", args, kwargs)
+    return offer.run(*args, **kwargs)
+
+
 def _is_cut(x: Any) -> bool:
     return isinstance(x, DTensor) and bool(x._spec.layout.sharded or x._spec.layout.partial)
 
@@ -252,7 +258,7 @@ def _moved(
     func: Any, recipe: Prepared | None, offer: Offer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if offer is not None:
-        return offer.run(*args, **kwargs)
+        return _offered(func, offer, args, kwargs)
     return on_whole(func, args, kwargs) if recipe is None else general(func, recipe, args, kwargs)
 
 

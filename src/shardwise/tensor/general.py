@@ -14,6 +14,7 @@ from shardwise.tensor.direct import wrapped
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import mind
 from shardwise.tensor.prepare import Prepared, tensors_in
+from shardwise.tensor.rungs import tell
 from shardwise.tensor.whole import replicated_like, returned_by
 from shardwise.tensor.write_through import is_view
 
@@ -24,12 +25,14 @@ def general(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
     """Move the inputs, run the op or its program on the blocks, wrap what comes out."""
     found = tensors_in([*args, *kwargs.values()])
     mind(func, recipe.moves)
+    tell(func, "row", args, kwargs, recipe.moves)
     blocks: list[Tensor] = []
     for t, move in zip(found, recipe.moves, strict=True):
         block = t._local_tensor if isinstance(t, DTensor) else t
+        if recipe.simulated and not isinstance(block, PerRank) and (move is not None or writes(func)):
+            # also what the op writes to: one rank writes there, not all in turn
+            block = spread(block, list(members_of(recipe.mesh)))
         if move is not None:
-            if recipe.simulated and not isinstance(block, PerRank):
-                block = spread(block, list(members_of(recipe.mesh)))
             block = run(move, block, recipe.mesh)
         blocks.append(block)
     programs = recipe.programs

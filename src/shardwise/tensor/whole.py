@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, map_ranks
+from shardwise.comm import PerRank, axes_of, map_ranks, members_of, spread
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
+from shardwise.tensor.rungs import tell
 
 __all__ = [
     "check_operands",
@@ -26,6 +27,7 @@ __all__ = [
     "off_mesh",
     "on_whole",
     "place_returned",
+    "plain_targets",
     "plans_to_whole",
     "replicated_like",
     "returned_by",
@@ -43,18 +45,37 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(t for t in found if isinstance(t, DTensor))
     plans = plans_to_whole(found)
     mind(func, plans)
+    tell(func, "whole", args, kwargs, plans)
     _say_once(func, [t._spec for t in found if isinstance(t, DTensor)], plans)
     written = written_by(func, args, kwargs)
     whole: dict[int, Tensor] = {}
     for t in found:
         if isinstance(t, DTensor) and id(t) not in whole:
             whole[id(t)] = gathered(func, t)
-    result = map_ranks(func, *_swap(args, whole), **_swap(kwargs, whole))
+    targets = plain_targets(func, args, kwargs) if isinstance(first._local_tensor, PerRank) else []
+    for plain in targets:
+        whole[id(plain)] = spread(plain, list(members_of(first.device_mesh)))
+    result = map_ranks(_drawing_alike(func), *_swap(args, whole), **_swap(kwargs, whole))
     for t in written:
         write_back(t, whole[id(t)])
-    if returned_by(func, args, kwargs) is None:
-        written = []  # it writes, and what it returns is another tensor
-    return _wrap(result, first._spec, {id(whole[id(t)]): t for t in written}, written)
+    if isinstance(result, tuple) and place_returned(func) is not None:
+        pairs = zip(result, _each_returned(func, args, kwargs), strict=True)
+        return tuple(_wrap(r, first._spec) if t is None else t for r, t in pairs)
+    target = returned_by(func, args, kwargs)
+    return _wrap(result, first._spec) if target is None else target
+
+
+def _drawing_alike(func: Any) -> Callable[..., Any]:
+    """An op that draws at random draws the same on each rank that is played here, as equal seeds do on processes."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func  # type: ignore[no-any-return]
+    before = torch.get_rng_state()
+
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        torch.set_rng_state(before)
+        return func(*args, **kwargs)
+
+    return drawn
 
 
 def gathered(func: Any, t: DTensor) -> Tensor:
@@ -118,8 +139,8 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _swap(value: Any, whole: dict[int, Tensor]) -> Any:
-    if isinstance(value, DTensor):
-        return whole[id(value)]
+    if isinstance(value, Tensor):
+        return whole.get(id(value), value)
     if isinstance(value, list | tuple):
         return type(value)(_swap(v, whole) for v in value)
     if isinstance(value, dict):
@@ -145,12 +166,19 @@ def is_held(t: Tensor) -> bool:
 
 def _torchs_own(func: Any) -> bool:
     """Whether Python code of torch that makes plain tensors to help itself is calling."""
-    if "embedding_bag" in func._schema.name:
-        return True
+    if any(name in func._schema.name for name in ("embedding_bag", "fractional_max_pool")):
+        return True  # offsets, and where regions begin, drawn where the caller gives none
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise"):
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.masked")
+    while frame is not None and (module := str(frame.f_globals.get("__name__"))).startswith("torch"):
+        if module.startswith(_HELPS_ITSELF) or frame.f_code.co_name == "_unravel_index":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_HELPS_ITSELF = ("torch.masked", "torch._lowrank")  # identities of reductions, and a basis to begin with
 
 
 def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -190,14 +218,23 @@ _WRITES_UNSAID = dict.fromkeys(
 )
 
 
+def plain_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The plain tensors that an op writes to: in a simulation one rank writes to each, not all in turn."""
+    return [t for t in _written(func, args, kwargs) if not isinstance(t, DTensor)]
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
-    """The arguments that the op writes to, by its schema."""
-    out: list[DTensor] = []
+    """The DTensors that the op writes to, by its schema."""
+    return [t for t in _written(func, args, kwargs) if isinstance(t, DTensor)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    out: list[Tensor] = []
     unsaid = _WRITES_UNSAID.get(func, ())
     for i, arg in enumerate(func._schema.arguments):
         if arg.name in unsaid or (arg.alias_info is not None and arg.alias_info.is_write):
             value = args[i] if i < len(args) else kwargs.get(arg.name)
-            out.extend(t for t in _tensors_in([value]) if isinstance(t, DTensor))
+            out.extend(_tensors_in([value]))
     return out
 
 
@@ -226,6 +263,17 @@ def returned_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return None if at is None else args[at[0]] if at[0] < len(args) else kwargs.get(at[1])
 
 
+def _each_returned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """For each of several results the argument that it is, or None, by the schema."""
+    given: dict[str, Any] = {}
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(arg.name)
+            given |= dict.fromkeys(arg.alias_info.before_set, value)
+    named = [r.alias_info.before_set if r.alias_info is not None else () for r in func._schema.returns]
+    return [next((given[n] for n in names if n in given), None) for names in named]
+
+
 def write_back(t: DTensor, whole: Tensor) -> None:
     """Bring what the op wrote to the whole back into the blocks."""
     if t._local_tensor is whole:
@@ -242,17 +290,19 @@ def write_back(t: DTensor, whole: Tensor) -> None:
     )
 
 
-def _wrap(result: Any, spec: Spec, written_whole: dict[int, DTensor], written: list[DTensor]) -> Any:
+def _wrap(result: Any, spec: Spec) -> Any:
     if isinstance(result, Tensor):
-        if id(result) in written_whole:
-            return written_whole[id(result)]
-        if len(written) == 1 and tuple(result.shape) == tuple(written[0].shape):
-            return written[0]
+        if result.layout is not torch.strided:
+            raise LayoutError(
+                f"an op on {spec} made a tensor of layout {result.layout}.",
+                why="blocks are strided tensors",
+                fix="keep it dense (as sparse=False), or work on the plain x.full_tensor()",
+            )
         if result.dtype.is_complex:  # conjugated by a flag, which a DTensor has not
             result = map_ranks(torch.resolve_conj, result)
         return DTensor(result, replicated_like(result, spec.mesh))
     if isinstance(result, list | tuple):
-        return type(result)(_wrap(r, spec, written_whole, []) for r in result)
+        return type(result)(_wrap(r, spec) for r in result)
     return result
 
 

@@ -1,0 +1,28 @@
+"""Ops whose C++ code reads the values of a tensor of indices."""
+
+import pytest
+import torch
+
+import shardwise as sw
+
+
+@pytest.mark.parametrize("given", [torch.tensor([1, 3]), torch.tensor([4, -1, 2]), torch.tensor(3)])
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0), sw.Partial()])
+def test_a_tensor_is_split_at_indices_that_are_distributed(given, placement):
+    t = torch.arange(15.0).view(5, 3)
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x = sw.distribute_tensor(t, mesh, [sw.Shard(0)]).requires_grad_()
+        at = sw.distribute_tensor(given, mesh, [sw.Replicate() if given.dim() == 0 else placement])
+        got, want = torch.tensor_split(x, at), torch.tensor_split(t, given)
+        assert len(got) == len(want)
+        for mine, dense in zip(got, want, strict=True):
+            assert torch.equal(mine.full_tensor().ranks[0], dense)
+        (got[0] * 2).sum().backward()
+        assert torch.equal(x.grad.full_tensor().ranks[0][: len(want[0])], torch.full_like(want[0], 2))
+        plain = torch.tensor_split(x, given)  # indices that one process has in full
+        assert torch.equal(plain[1].full_tensor().ranks[0], want[1])
+
+
+def test_plain_tensors_go_torchs_own_way():
+    assert [len(t) for t in torch.tensor_split(torch.arange(5), torch.tensor([2]))] == [2, 3]

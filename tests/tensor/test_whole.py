@@ -1,0 +1,103 @@
+"""The last rung: what it writes to, what it draws, and what it cannot make."""
+
+import pytest
+import torch
+
+import shardwise as sw
+
+
+class Accumulates(torch.autograd.Function):
+    """A backward that adds into a plain tensor it made, in place and with out=, as torch's own chunked losses do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        total = torch.zeros(x.shape)
+        total.add_(x)
+        total.index_add_(0, torch.tensor([0, 1]), x[:2].contiguous())
+        torch.mul(x, total, out=total)
+        return total * grad
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()])
+def test_a_plain_tensor_is_written_to_once_not_by_each_rank_in_turn(placement):
+    t = torch.arange(12.0).view(4, 3) - 5
+    dense = t.clone().requires_grad_()
+    Accumulates.apply(dense).backward()
+    with sw.simulate(3):
+        x = sw.distribute_tensor(t, sw.init_device_mesh("cpu", (3,)), [placement]).requires_grad_()
+        Accumulates.apply(x).backward()
+        torch.testing.assert_close(x.grad.full_tensor().ranks[0], dense.grad)
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.bernoulli, lambda p: p.clone().exponential_()])
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0)])
+def test_ranks_agree_on_what_is_drawn(draw, placement):
+    with sw.simulate(2):
+        x = sw.distribute_tensor(torch.full((4, 3), 0.5), sw.init_device_mesh("cpu", (2,)), [placement])
+        first, second = draw(x).full_tensor().ranks
+        assert torch.equal(first, second)
+        assert not torch.equal(draw(x).full_tensor().ranks[0], first)
+
+
+def test_a_sparse_result_is_refused():
+    with sw.simulate(2):
+        x = sw.distribute_tensor(torch.eye(4), sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+        with pytest.raises(sw.LayoutError, match="made a tensor of layout"):
+            x.to_sparse()
+
+
+def test_torchs_own_plain_helpers_count_as_replicated_and_others_do_not():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        at = sw.distribute_tensor(torch.tensor([3, 7, 11]), mesh, [sw.Shard(0)])
+        rows, columns = torch.unravel_index(at, (3, 4))
+        assert rows.full_tensor().ranks[0].tolist() == [0, 1, 2]
+        assert columns.full_tensor().ranks[0].tolist() == [3, 3, 3]
+        mine = torch.arange(3)
+        with pytest.raises(sw.LayoutError, match="got mixed"):
+            at.floor_divide(mine)
+
+
+def test_an_op_that_also_writes_returns_its_result_not_what_it_wrote():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        t = torch.tensor([-2.0, -1.0, 0.0, 3.0])
+        x, noise = (sw.distribute_tensor(v, mesh, [sw.Shard(0)]) for v in (t, torch.full((4,), 7.0)))
+        out = torch.ops.aten.rrelu_with_noise(x, noise, 0.5, 0.5, False)
+        assert out.full_tensor().ranks[0].tolist() == [-1.0, -0.5, 0.0, 3.0]
+
+
+def test_parts_of_an_integer_sum_that_wraps_are_not_widened():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        parts = sw.per_rank(lambda rank: torch.tensor([200, 100], dtype=torch.uint8))
+        x = sw.DTensor.from_local(parts, mesh, [sw.Partial()])  # 400 and 200 modulo 256
+        assert x.full_tensor().ranks[0].tolist() == [144, 200]
+        for op in (torch.sum, lambda t: t.cumsum(0), lambda t: t * 0.5, lambda t: t + t):
+            want = op(torch.tensor([144, 200], dtype=torch.uint8))
+            got = op(x).full_tensor().ranks[0]
+            assert torch.equal(got, want)
+            assert got.dtype == want.dtype
+
+
+def test_each_of_several_targets_is_returned():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        t = torch.tensor([[3.0, 1.0], [2.0, 5.0], [4.0, 0.0]])
+        x = sw.distribute_tensor(t, mesh, [sw.Shard(0)])
+        values, indices = (
+            sw.zeros(3, 2, device_mesh=mesh),
+            sw.zeros(3, 2, device_mesh=mesh, dtype=torch.int64),
+        )
+        got = torch.sort(x, 0, out=(values, indices))
+        assert got[0] is values
+        assert got[1] is indices
+        assert torch.equal(values.full_tensor().ranks[0], t.sort(0)[0])
+        assert torch.equal(indices.full_tensor().ranks[0], t.sort(0)[1])
