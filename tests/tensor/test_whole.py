@@ -101,3 +101,13 @@ def test_each_of_several_targets_is_returned():
         assert got[1] is indices
         assert torch.equal(values.full_tensor().ranks[0], t.sort(0)[0])
         assert torch.equal(indices.full_tensor().ranks[0], t.sort(0)[1])
+
+
+def test_an_average_of_integers_is_not_the_sum_of_the_averages_of_parts():
+    t = torch.arange(16).view(1, 1, 4, 4) - 7
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        parts = sw.per_rank(lambda rank: t + 3 if rank == 0 else torch.full_like(t, -3))
+        x = sw.DTensor.from_local(parts, mesh, [sw.Partial()])
+        got = torch.nn.functional.avg_pool2d(x, 2).full_tensor().ranks[0]
+        assert torch.equal(got, torch.nn.functional.avg_pool2d(t, 2))

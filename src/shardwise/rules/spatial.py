@@ -33,6 +33,17 @@ def _sized(inner: Row, name: str, batch_only: bool = False) -> Row:
     return Row(inner.text, build)
 
 
+def _rounding(inner: Row) -> Row:
+    """A row for an op that divides, or weighs: integers are rounded on the way, so that a pending sum must be summed."""
+
+    def build(call: Call) -> Rule | None:
+        rule = inner.build(call)
+        exact = call.dtypes[0].startswith(("float", "bfloat", "complex"))
+        return rule if rule is None or exact else replace(rule, linear=())
+
+    return Row(inner.text, build)
+
+
 def _rows(names: str, made: Row) -> dict[str, Row]:
     return {f"aten.{name}.default": made for name in names.split()}
 
@@ -57,7 +68,7 @@ _RESAMPLED = {
 def _resampled() -> dict[str, Row]:
     out: dict[str, Row] = {}
     for n, names in _RESAMPLED.items():
-        inner = along(last(n), linear=[[0]])
+        inner = _rounding(along(last(n), linear=[[0]]))
         out |= _rows(names, inner)
         out |= _rows(" ".join(f"{name}_backward" for name in names.split()), _sized(inner, "input_size"))
     return out
@@ -67,7 +78,8 @@ _BACKWARDS = "_adaptive_avg_pool#d_backward avg_pool#d_backward max_pool#d_with_
 
 ROWS: dict[str, Row] = {
     **_each("max_pool#d_with_indices adaptive_max_pool#d", (2, 3)),
-    **_each("avg_pool#d _adaptive_avg_pool#d", (2, 3), [[0]]),
+    **_rows("avg_pool2d _adaptive_avg_pool2d", _rounding(along(last(2), linear=[[0]]))),
+    **_rows("avg_pool3d _adaptive_avg_pool3d", _rounding(along(last(3), linear=[[0]]))),
     **_each(f"{_BACKWARDS} adaptive_max_pool#d_backward", (2, 3), [[0]]),
     **_each("reflection_pad#d replication_pad#d", (1, 2, 3), [[0]]),
     **_each("reflection_pad#d_backward replication_pad#d_backward", (1, 2, 3), [[0]]),
