@@ -85,7 +85,8 @@ def _beaten(v: Tensor, op: str) -> Tensor:
     if v.dtype == torch.bool:
         return torch.zeros_like(v) if op == "max" else torch.ones_like(v)
     if v.dtype.is_floating_point:
-        return torch.where(v.isnan(), v, v - v.abs() - 1 if op == "max" else v + v.abs() + 1)
+        far = v - v.abs() - 1 if op == "max" else v + v.abs() + 1
+        return torch.where(far.isnan(), v, far)  # nothing is beyond infinity
     info = torch.iinfo(v.dtype)
     return torch.full_like(v, info.min if op == "max" else info.max)
 

@@ -312,6 +312,19 @@ def _at_dim_local(call: Call, place: Place) -> Local | None:
 # the ones among those that write at an index which count a negative one from the end
 _WRAPS = {"aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor"}
 
+
+def _reduced_at() -> Row:
+    """Written at an index by a reduction; torch's product of narrow floats fails on a block of one element a slice."""
+    inner = _at_dim()
+
+    def build(call: Call) -> Rule | None:
+        if call.args["reduce"] == "prod" and call.dtypes[0] in ("bfloat16", "float16"):
+            return Rule(tuple((None,) * len(s) for s in call.shapes), ((None,) * len(call.outputs[0]),))
+        return inner.build(call)
+
+    return Row(inner.text + "; a product of narrow floats whole", build)
+
+
 ROWS: dict[str, Row] = {
     **dict.fromkeys(["aten.index.Tensor", "aten._unsafe_index.Tensor"], _index()),
     **dict.fromkeys(
@@ -321,7 +334,7 @@ ROWS: dict[str, Row] = {
     "aten.index_select.default": _selected(),
     "aten.index_add.default": _at_dim(adds=True, linear=[[0, 2]]),
     "aten.index_copy.default": _at_dim(),
-    "aten.index_reduce.default": _at_dim(),
+    "aten.index_reduce.default": _reduced_at(),
     "aten.index_fill.int_Scalar": _at_dim(linear=[[0]], zero=True, source=False),
     "aten.index_fill.int_Tensor": _at_dim(source=False),
 }
