@@ -23,6 +23,7 @@ from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name, ten
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.rungs import tell
+from shardwise.tensor.submesh import common_part, on_part
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
 from shardwise.tensor.write_through import is_view, remembered, returning
 
@@ -189,6 +190,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         return prepare_foreach(func, args, kwargs) or (lambda a, k: each(func, a, k))
     if func._schema.name in FUSED:
         return lambda a, k: fused(func, a, k)
+    if (part := common_part(func, args, kwargs)) is not None:
+        return lambda a, k: func(*on_part(a, part), **on_part(k, part))
     first = check_operands(func, args, kwargs)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
         recipe = prepare(func, args, kwargs)

@@ -190,7 +190,8 @@ def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if t.device_mesh != first.device_mesh:
                 raise MeshError(
                     f"{func} got tensors on {first.device_mesh} and on {t.device_mesh}.",
-                    why="an op runs on one mesh",
+                    why="an op runs on one mesh; only one that is a part of the other, along the rest of which the "
+                    "other tensor is replicated, takes it in, if it is not written to and wants no gradient",
                     fix="distribute both over one mesh",
                 )
         elif (is_held(t) or (func in _PRODUCTS and t._base is not None)) and not _counts_as_replicated(
