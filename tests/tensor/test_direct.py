@@ -28,6 +28,12 @@ CALLS = {
     "reduced": lambda a, b, w, n, t: [t.sum(1), t.sum((0, 2), keepdim=True), t.mean(-1), t.amax(1), a.mean(), n.sum()],
     "dtypes": lambda a, b, w, n, t: [a.to(torch.float32), n.to(torch.int8), n.sum(1, dtype=torch.int32), a.float() + 1],
     "slices": lambda a, b, w, n, t: [a[:, 2:6], a[:, -3:], a[:, ::2], t[:, 1], t[..., 3:100], a[:, 5:2], a[:]],
+    "slices that only begin": lambda a, b, w, n, t: [
+        torch.ops.aten.slice.Tensor(a, 1),
+        torch.ops.aten.slice.Tensor(a, 1, 3),
+        torch.ops.aten.slice.Tensor(t, -1, None, 3),
+        torch.ops.aten.slice.Tensor(t, 1, 1, None),
+    ],
     "shapes": lambda a, b, w, n, t: [t.view(5, 24), t.flatten(), t.unsqueeze(1), t.unsqueeze(-1), t.reshape(15, 8)],
     "one of one": lambda a, b, w, n, t: [t[:, :1].squeeze(1), t[:, :1].squeeze(), t.unsqueeze(0).squeeze()],
     "not dense": lambda a, b, w, n, t: [t.transpose(1, 2)[..., :2].reshape(5, 16), a.t()[2:5].t().reshape(-1)],

@@ -77,7 +77,8 @@ def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any
 def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
     """A quicker way to the same result for ops whose own call is slow."""
     if func is torch.ops.aten.slice.Tensor and not kwargs and 1 < len(args) < 5:
-        cut = (slice(None),) * (args[1] % args[0].dim()) + (slice(*(args[2:] or (None,))),)
+        start, end = (*args[2:], None, None)[:2]  # slice(3) would end at 3, not begin there
+        cut = (slice(None),) * (args[1] % args[0].dim()) + (slice(start, end),)
         return lambda block: block[cut]
     if func is torch.ops.aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
         dtype = kwargs["dtype"]
