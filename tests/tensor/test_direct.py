@@ -6,6 +6,7 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
+from shardwise.layout import block_shape
 from shardwise.tensor.direct import _BOUND, _BOUND_NN, binding
 from shardwise.tensor.dispatch import _ops
 
@@ -87,6 +88,19 @@ def on_ranks(mesh_shape):
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_every_form_of_call_gives_the_dense_answer(workers, shape):
     assert workers.run(on_ranks, shape) == [[]] * 4
+
+
+def lone(rank_of):
+    """A view whose axis finds another dim to be idle on: blocks without elements lie as the layout says."""
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    x = sw.distribute_tensor(torch.arange(5.0).view(1, 5), mesh, [Shard(0)]).view(5)
+    seen = [x.unsqueeze(-1), x.unsqueeze(0), torch.cat([x.unsqueeze(-1), x.unsqueeze(-1)], -1)]
+    fits = [tuple(v._local_tensor.shape) == block_shape(v.layout, (rank_of(),)) for v in seen]
+    return all(fits), seen[2].full_tensor().tolist() == [[i, i] for i in range(5)]
+
+
+def test_views_of_what_one_rank_has(workers):
+    assert workers.run(lone, torch.distributed.get_rank) == [(True, True)] * 4
 
 
 def shared():

@@ -222,7 +222,9 @@ def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
     if recipe.programs is not None:
         if not recipe.regroups or recipe.shape is None:
             return None
-        if func is torch.ops.aten.unsqueeze.default:
+        block = args[0]._local_tensor
+        if func is torch.ops.aten.unsqueeze.default and func(block, *args[1:]).shape == recipe.shape:
+            # a block without elements may be empty along another dim in the result
             return direct.constant(func, recipe.outputs[0], args, kwargs)
         return direct.seen_as(recipe.shape, recipe.outputs[0], lambda a, k: general(func, recipe, a, k))
     at = tuple(i for i, a in enumerate(args) if isinstance(a, DTensor))
