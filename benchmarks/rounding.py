@@ -88,9 +88,10 @@ class _Rounding(TorchDispatchMode):
             return t
         if narrow is not None:
             self.unit = max(self.unit, torch.finfo(narrow).eps)
+        unit = self.unit or torch.finfo(t.dtype).eps  # made of integers: it rounds in its own dtype
         with no_dispatch():
             signs = torch.randint(0, 2, t.shape, generator=self.made) * 2 - 1
-            return t.detach().mul_(1 + self.unit * signs)
+            return t.detach().mul_(1 + unit * signs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
