@@ -37,6 +37,8 @@ format: $(READY)  ## format the code
 bench: $(READY)  ## bytes, collectives, planning time and overhead next to torch's
 	$(BIN)/python -m benchmarks.redistribute
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.cold
+	$(BIN)/python -m benchmarks.step
 
 sweep: $(READY)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)
