@@ -423,7 +423,7 @@ def test_the_wrong_rules_of_users_are_found_out():
             verify(op)
     register_sharding(aten._softmax.default)(lambda x, dim, _: [([Shard(0)], [Shard(0)])] if x.ndim else [])
     with pytest.raises(RuleError, match="is not what its row says, 'listed by"):
-        verify(aten._softmax.default)
+        verify(aten._softmax.default, [((numbers(4, 3), 0, False), {})])
 
 
 def test_a_fake_that_is_wrong_is_found_out():
