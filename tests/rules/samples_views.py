@@ -115,7 +115,7 @@ def _norms(*, dtype: bool) -> list[Call]:
     ]
 
 
-_COMPLEX_AND_REAL = (_C, _F, torch.complex64)
+_COMPLEX = (_C, torch.complex64)
 
 WRITTEN: dict[str, Callable[[], list[Call]]] = {
     **{f"aten.{name}.default": _likes for name in ("zeros_like", "ones_like", "empty_like")},
@@ -175,8 +175,8 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(3, 4), 1, 2, 0),
     ],
     "aten.glu_backward.default": _gated,
-    "aten._conj.default": lambda: _each(*_COMPLEX_AND_REAL),
-    "aten._conj_physical.default": lambda: _each(*_COMPLEX_AND_REAL),
+    "aten._conj.default": lambda: _each(*_COMPLEX),
+    "aten._conj_physical.default": lambda: _each(*_COMPLEX, _F),
     "aten._neg_view.default": lambda: _each(_F, _INT, _C),
     "aten._prelu_kernel.default": lambda: _prelu(backward=False),
     "aten._prelu_kernel_backward.default": lambda: _prelu(backward=True),

@@ -34,10 +34,17 @@ def proved(name):
     return verify(name, calls)
 
 
+# What is reduced over all dims, but not by what can be pending: there is nothing to split, and it is done in several
+# steps where that is cheaper (tensor/statistics.py and tensor/extremes.py).
+ALL_WHOLE = {"aten._aminmax.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dtype"}
+
+
 @pytest.mark.parametrize("name", sorted([*TABLE, *REGROUPED]))
 def test_a_row_holds_in_every_layout_it_allows(name):
     proof = proved(name)
-    assert proof.candidates > 2 * proof.calls + min(proof.calls, 2), "nothing was split and nothing pending"
+    assert name in ALL_WHOLE or proof.candidates > 2 * proof.calls + min(proof.calls, 2), (
+        "nothing was split and nothing pending"
+    )
 
 
 @pytest.mark.skipif(
@@ -188,6 +195,20 @@ WRONG = [
     *_spread(without_local, "mean.dim mean.default amax.default min.default embedding.default expand.default"),
     *_spread(without_ranges, "embedding.default"),
     *_spread(without_addends, "addmm.default baddbmm.default"),
+    *_spread(freed, "searchsorted.Tensor bucketize.Tensor renorm.default linalg_cross.default _cdist_forward.default"),
+    *_spread(freed, "linalg_solve_triangular.default cholesky_solve.default _linalg_svd.default rot90.default"),
+    *_spread(freed, "index.Tensor index_copy.default scatter.src take.default diagonal.default _aminmax.dim"),
+    *_spread(linear_in_first, "index_put.default scatter_reduce.two index_copy.default linalg_inv_ex.default"),
+    *_spread(linear_in_first, "_cdist_forward.default renorm.default histc.default isin.Tensor_Tensor"),
+    *_spread(linear_in_last, "linalg_solve_triangular.default index_reduce.default _trilinear.default"),
+    *_spread(increasing, "repeat.default diag_embed.default tril.default"),
+    *_spread(reduced_otherwise, "index_add.default scatter_add.default trace.default histc.default put.default"),
+    *_spread(reduced_otherwise, "index.Tensor _trilinear.default addbmm.default _cdist_backward.default"),
+    *_spread(without_local, "tril.default trace.default index.Tensor index_put.default index_select.default"),
+    *_spread(without_local, "gather.default scatter.src select_scatter.default diagonal_backward.default _conj.default"),
+    *_spread(without_local, "addmv.default new_zeros.default"),
+    *_spread(without_ranges, "tril.default trace.default index_put.default scatter_add.default"),
+    *_spread(without_addends, "addmv.default addbmm.default index_add.default put.default"),
     *_spread(with_empty_blocks, "max_pool2d_with_indices.default reflection_pad2d.default"),
 ]  # fmt: skip
 
@@ -284,6 +305,9 @@ def test_a_report_says_what_was_tried():
         ("aten.nonzero.default", None, "has no row"),
         ("aten.mm.default", [], "was not tried"),
         ("aten.reflection_pad1d.default", None, "could be drawn"),
+        ("aten._linalg_svd.default", None, "could be drawn.*\n.*internal to torch"),
+        ("aten.index_select.default", None, "could be drawn.*\n.*its index points into another tensor"),
+        ("aten.addmv.default", None, "could be drawn.*\n.*does not say the shapes of its 3 tensors"),
     ],
 )
 def test_what_cannot_be_proved_is_said(op, calls, what):

@@ -25,7 +25,13 @@ from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.rungs import tell
 from shardwise.tensor.submesh import common_part, on_part
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
-from shardwise.tensor.write_through import is_view, remembered, returning
+from shardwise.tensor.write_through import (
+    as_its_base,
+    is_view,
+    outlives_inference,
+    remembered,
+    returning,
+)
 
 __all__ = ["dispatch", "forget"]
 
@@ -46,6 +52,7 @@ _PAIR = object()  # two tensors come first
 _LISTED = object()  # a list of tensors and then what tells itself apart
 _OTHER = object()
 _ONLY = {DTensor}
+_in_inference = torch.is_inference_mode_enabled
 _ops: dict[int, _Op] = {}  # by the op's id, for ops hash slowly and live for ever
 
 
@@ -57,6 +64,9 @@ def dispatch(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Run an op on the blocks as they lie where a row says so, else on the whole."""
+    if _in_inference() and outlives_inference(func, args):
+        with as_its_base():
+            return dispatch(cls, func, types, args, kwargs)
     op = _ops.get(id(func))
     if op is None:
         op = _ops[id(func)] = _new_op(func)
