@@ -24,8 +24,10 @@ def _quiet(caplog):
 
 
 def proved(name):
+    # where nothing pending passes and nothing is whole, dtypes do not matter
+    plain = name in TABLE and TABLE[name].text == "pointwise"
     try:
-        return verify(name, calls_of(name), examples=EXAMPLES)
+        return verify(name, calls_of(name), examples=3 if plain else EXAMPLES)
     except RuleError as error:
         if "could be drawn" not in error.what:
             raise
