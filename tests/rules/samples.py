@@ -183,6 +183,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     ],
     "aten.transpose.int": lambda: [
         _call(_x(5, 4), 0, 1),
+        _call(_x(3, 3), 0, 1),
         _call(_x(2, 5, 3), -1, 0),
         _call(_x(6, dtype=torch.int64), 0, 0),
         _call(_x(3, 4, dtype=torch.bool), 0, -1),
@@ -200,6 +201,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.slice.Tensor": lambda: [
         _call(_x(5, 4), 0, 1, 4),
         _call(_x(5, 4), 1, 0, 4),
+        _call(_x(8, 3), 0, 2, 6),  # half of it, as half of each block would be
         _call(_x(2, 6, 3), 1, 0, 9223372036854775807, 2),
         _call(_x(2, 6, 3), -1, None, None),
         _call(_x(6, dtype=torch.int64), 0, 4, 2),
@@ -225,7 +227,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     ],
     "aten._to_copy.default": _casts,
     "aten.copy.default": _copies,
-    "aten.add.Tensor": lambda: [*_mixed(), _call(_x(5, 3), _x(5, 1), alpha=-2.5), _call(_x(4), 3.0)],
+    "aten.add.Tensor": lambda: [*_mixed(), _call(_x(4, 4), _x(4, 4, seed=1)), _call(_x(5, 3), _x(5, 1), alpha=-2.5), _call(_x(4), 3.0)],
     "aten.mul.Tensor": lambda: [*_mixed(), _call(_x(4), 3.0), _call(_x(4, dtype=torch.bool), 3)],
     # not by zero: parts of a sum of both signs are then infinities of both
     "aten.div.Tensor": lambda: [

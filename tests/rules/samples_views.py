@@ -128,7 +128,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.detach.default": lambda: _each(_F, _INT, _BOOL, _C),
     "aten.alias.default": lambda: _each(_F, _INT, _BOOL, _C),
     "aten.t.default": lambda: [call(x(5, 4)), call(x(3)), call(x()), call(x(1, 6, dtype=_INT)), call(x(0, 3))],
-    "aten.unbind.int": lambda: [call(x(5, 4)), call(x(2, 3, 5), -1), call(x(3, dtype=_BOOL), 0), call(x(2, 0), 0)],
+    "aten.unbind.int": lambda: [call(x(5, 4)), call(x(2, 3, 3)), call(x(2, 3, 5), -1), call(x(3, dtype=_BOOL), 0), call(x(2, 0), 0)],
     "aten._reshape_copy.default": lambda: [
         call(x(4, 6), [24]),
         call(x(4, 6), [2, 2, 6]),
