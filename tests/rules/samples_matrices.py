@@ -181,6 +181,21 @@ def _batches_added() -> list[Call]:
     ]
 
 
+def _matrices_added(*batch: int) -> list[Call]:
+    def product(m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
+        return x(*batch, m, k, seed=1), x(*batch, k, n, seed=2)
+
+    whole = torch.int64
+    return [
+        call(x(*batch, 5, 4), *product(5, 3, 4)),
+        call(x(4), *product(5, 2, 4), beta=0.5, alpha=-2),
+        call(x(5, 1), *product(5, 1, 4), beta=0),
+        call(x(*batch, 1, 4), *product(3, 5, 4)),
+        call(x(*batch, 3, 2), *product(3, 0, 2)),
+        call(x(2, dtype=whole), x(*batch, 3, 2, dtype=whole), x(*batch, 2, 2, dtype=whole), beta=2),
+    ]
+
+
 def _trilinear() -> list[Call]:
     def bilinear(b: int, i: int, o: int, j: int) -> Call:
         return call(x(b, i), x(o, i, j, seed=1), x(b, j, seed=2), [1, 3], [0], [1, 2], [2, 3])
@@ -315,6 +330,8 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.ormqr.default": _ormqr,
     "aten.linalg_pinv.atol_rtol_tensor": _pinv,
     "aten.linalg_cross.default": _crosses,
+    "aten.addmm.default": _matrices_added,
+    "aten.baddbmm.default": lambda: [*_matrices_added(3), *_matrices_added(1)[:2]],
     "aten.addmv.default": _vectors_added,
     "aten.addr.default": _outer_added,
     "aten.addbmm.default": _batches_added,

@@ -36,7 +36,9 @@ def draw(func: Any, text: str, examples: int, seed: int) -> list[_Sample]:
     for number in range(examples * _TRIES):
         if len(out) == examples:
             break
-        call = _drawn(func, text, rng, torch_rng, _DTYPES[number % len(_DTYPES)], empty=number % 11 == 10)
+        # the first one has dims, so that there is something to split
+        least, empty = int(not out), number % 11 == 10
+        call = _drawn(func, text, rng, torch_rng, _DTYPES[number % len(_DTYPES)], least, empty)
         if call is not None and _takes(func, call):
             out.append(call)
     if not out:
@@ -86,11 +88,17 @@ def _takes(func: Any, call: _Sample) -> bool:
 
 
 def _drawn(
-    func: Any, text: str, rng: random.Random, torch_rng: torch.Generator, dtype: torch.dtype, empty: bool
+    func: Any,
+    text: str,
+    rng: random.Random,
+    torch_rng: torch.Generator,
+    dtype: torch.dtype,
+    least: int,
+    empty: bool,
 ) -> _Sample | None:
     schema = func._schema.arguments
     count = sum("Tensor" in str(a.type) for a in schema)
-    shapes = _shapes(text, count, rng, empty)
+    shapes = _shapes(text, count, rng, least, empty)
     if shapes is None:
         return None
     ndim = len(shapes[0]) if shapes else 0
@@ -148,9 +156,11 @@ def _tensor(shape: Sequence[int], dtype: torch.dtype, rng: torch.Generator) -> T
     return torch.randint(0 if dtype is torch.uint8 else -9, 10, tuple(shape), generator=rng).to(dtype)
 
 
-def _shapes(text: str, count: int, rng: random.Random, empty: bool) -> list[tuple[int, ...]] | None:
+def _shapes(
+    text: str, count: int, rng: random.Random, least: int, empty: bool
+) -> list[tuple[int, ...]] | None:
     """The shape of each tensor argument, as the letters of a row say, or else all alike but for broadcasting."""
-    lead = _some(rng, rng.choice((1, 2, 2, 3, 0)), empty)
+    lead = _some(rng, max(rng.choice((1, 2, 2, 3, 0)), least), empty)
     words = _words(text)
     if len(words) != count:
         return [lead] + [_broadcast(lead, rng) for _ in range(count - 1)]
