@@ -137,8 +137,8 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(0, 4), [4, 0]),
     ],
     "aten.squeeze.default": _squeezed,
-    "aten.squeeze.dim": lambda: [*_squeezed(0), *_squeezed(-1)],
-    "aten.squeeze.dims": lambda: [*_squeezed([0, -1]), *_squeezed([2])],
+    "aten.squeeze.dim": lambda: [*_squeezed(0), *_squeezed(-1)[:2]],
+    "aten.squeeze.dims": lambda: [*_squeezed([0, -1]), *_squeezed([2])[:2]],
     "aten.unsqueeze.default": _unsqueezed,
     "aten.diagonal.default": _diagonals,
     "aten.unfold_copy.default": lambda: [
