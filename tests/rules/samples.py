@@ -11,34 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.rules import samples_indexing, samples_matrices, samples_views
+from tests.rules.calls import Call
+from tests.rules.calls import call as _call
+from tests.rules.calls import index as _index
+from tests.rules.calls import x as _x
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 _MOST = 5  # calls of an op that are recorded
 _LARGEST = 400  # elements of a tensor of theirs
-
-
-def _rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _x(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Numbers of both signs, no two alike where there are enough of them."""
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=_rng(seed)).bool()
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=_rng(seed), dtype=dtype)
-    return torch.randint(0 if dtype is torch.uint8 else -9, 10, shape, generator=_rng(seed)).to(dtype)
-
-
-def _index(high: int, *shape: int) -> Tensor:
-    return torch.randint(0, high, shape, generator=_rng(high))
-
-
-def _call(*args: Any, **kwargs: Any) -> Call:
-    return args, kwargs
 
 
 def _of_images(ndim: int, *rest: tuple[Any, ...]) -> list[Call]:
@@ -187,7 +169,6 @@ def _dims(*calls: tuple[Any, ...]) -> list[Call]:
 WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.view.default": _views,
     "aten._unsafe_view.default": _views,
-    "aten.view_copy.default": _views,
     "aten.reshape.default": _views,
     "aten._reshape_alias.default": lambda: [
         _call(x, shape, list(torch.empty(shape).stride())) for (x, shape), _ in _views() if x.numel()
@@ -202,6 +183,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     ],
     "aten.transpose.int": lambda: [
         _call(_x(5, 4), 0, 1),
+        _call(_x(3, 3), 0, 1),
         _call(_x(2, 5, 3), -1, 0),
         _call(_x(6, dtype=torch.int64), 0, 0),
         _call(_x(3, 4, dtype=torch.bool), 0, -1),
@@ -219,6 +201,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.slice.Tensor": lambda: [
         _call(_x(5, 4), 0, 1, 4),
         _call(_x(5, 4), 1, 0, 4),
+        _call(_x(8, 3), 0, 2, 6),  # half of it, as half of each block would be
         _call(_x(2, 6, 3), 1, 0, 9223372036854775807, 2),
         _call(_x(2, 6, 3), -1, None, None),
         _call(_x(6, dtype=torch.int64), 0, 4, 2),
@@ -244,7 +227,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     ],
     "aten._to_copy.default": _casts,
     "aten.copy.default": _copies,
-    "aten.add.Tensor": lambda: [*_mixed(), _call(_x(5, 3), _x(5, 1), alpha=-2.5), _call(_x(4), 3.0)],
+    "aten.add.Tensor": lambda: [*_mixed(), _call(_x(4, 4), _x(4, 4, seed=1)), _call(_x(5, 3), _x(5, 1), alpha=-2.5), _call(_x(4), 3.0)],
     "aten.mul.Tensor": lambda: [*_mixed(), _call(_x(4), 3.0), _call(_x(4, dtype=torch.bool), 3)],
     # not by zero: parts of a sum of both signs are then infinities of both
     "aten.div.Tensor": lambda: [
@@ -252,7 +235,6 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         _call(_x(4, dtype=torch.int64), 3),
     ],
     "aten.true_divide.Tensor": lambda: [_call(_x(5, 3), _x(3, seed=1)), _call(_x(4, dtype=torch.int64), _x(4, seed=1))],
-    "aten._neg_view.default": lambda: [_call(_x(5, 3)), _call(_x(4, dtype=torch.int64)), _call(_x(3, dtype=torch.complex128))],
     "aten.masked_fill.Tensor": lambda: [_call(_x(5, 3), _x(5, 3, dtype=torch.bool), _x()), _call(_x(4, 2), _x(2, dtype=torch.bool), _x())],
     "aten.where.self": lambda: [
         _call(_x(5, 3, dtype=torch.bool), x, y) for (x, y), _ in _mixed() if x.dtype is not y.dtype or x.dtype is torch.uint8
@@ -284,11 +266,6 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         _call(_x(5, 4), 0.1, 7.0),
         _call(_x(5, 4), 0.1, -1.0),
         _call(_x(3, dtype=torch.int64), 1, 1),
-    ],
-    "aten.gather.default": lambda: [
-        _call(_x(5, 4), 0, _index(5, 3, 4)),
-        _call(_x(5, 4), 1, _index(4, 5, 2)),
-        _call(_x(3, 5, 4), -2, _index(5, 3, 2, 3)),
     ],
     "aten.kthvalue.default": lambda: [_call(_x(5, 4), 2, 0), _call(_x(3, 4, 2), 1), _call(_x(5, 3), 3, 0, True)],
     "aten.topk.default": lambda: [_call(_x(5, 4), 2, 0), _call(_x(3, 4, 2), 1), _call(_x(5, 3), 3, -1, False, False)],
@@ -337,9 +314,14 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
 }  # fmt: skip
 
 
+_FILES = (WRITTEN, samples_matrices.WRITTEN, samples_indexing.WRITTEN, samples_views.WRITTEN)
+
+
 def calls_of(name: str) -> list[Call] | None:
     """Calls of an op by the name of its row: written here, or None where they are to be drawn."""
-    make = WRITTEN.get(name)
+    # what copies takes what the view takes
+    known = (name, name.replace("_copy.", "."))
+    make = next((some[n] for n in known for some in _FILES if n in some), None)
     return None if make is None else make()
 
 

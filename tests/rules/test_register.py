@@ -402,9 +402,10 @@ def test_the_rules_of_users_are_proved():
     register_sharding(push, "… n, … n -> … n", linear=[[0, 1]])
     register_sharding(keyed, "… n, … n -> … n", linear=[[0, 1]])
     register_sharding(aten._softmax.default)(softmax_placements)
-    for op in (scaled, centred, add_into, product_into, push, keyed, aten._softmax.default):
-        proof = verify(op)
-        assert proof.candidates > 30
+    for op in (scaled, centred, add_into, product_into, push, keyed):
+        assert verify(op).candidates > 30
+    calls = [((numbers(*shape), dim, False), {}) for shape in ((5, 4), (3, 2, 4), (2, 3)) for dim in (0, -1)]
+    assert verify(aten._softmax.default, calls).candidates > 30
     assert verify(scaled).gradients > 20
 
 
@@ -423,7 +424,7 @@ def test_the_wrong_rules_of_users_are_found_out():
             verify(op)
     register_sharding(aten._softmax.default)(lambda x, dim, _: [([Shard(0)], [Shard(0)])] if x.ndim else [])
     with pytest.raises(RuleError, match="is not what its row says, 'listed by"):
-        verify(aten._softmax.default)
+        verify(aten._softmax.default, [((numbers(4, 3), 0, False), {})])
 
 
 def test_a_fake_that_is_wrong_is_found_out():

@@ -8,6 +8,7 @@ import torch
 from tests.rules.samples import calls_of, recorded
 
 import shardwise as sw
+from shardwise.debug.draw import draw
 from shardwise.rules import Row, RuleError, verify
 from shardwise.rules.notation import row
 from shardwise.rules.pointwise import pointwise
@@ -24,8 +25,10 @@ def _quiet(caplog):
 
 
 def proved(name):
+    # where nothing pending passes and nothing is whole, dtypes do not matter
+    plain = name in TABLE and TABLE[name].text == "pointwise"
     try:
-        return verify(name, calls_of(name), examples=EXAMPLES)
+        return verify(name, calls_of(name), examples=3 if plain else EXAMPLES)
     except RuleError as error:
         if "could be drawn" not in error.what:
             raise
@@ -34,10 +37,17 @@ def proved(name):
     return verify(name, calls)
 
 
+# What is reduced over all dims, but not by what can be pending: there is nothing to split, and it is done in several
+# steps where that is cheaper (tensor/statistics.py and tensor/extremes.py).
+ALL_WHOLE = {"aten._aminmax.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dtype"}
+
+
 @pytest.mark.parametrize("name", sorted([*TABLE, *REGROUPED]))
 def test_a_row_holds_in_every_layout_it_allows(name):
     proof = proved(name)
-    assert proof.candidates > 2 * proof.calls + min(proof.calls, 2), "nothing was split and nothing pending"
+    assert name in ALL_WHOLE or proof.candidates > 2 * proof.calls + min(proof.calls, 2), (
+        "nothing was split and nothing pending"
+    )
 
 
 @pytest.mark.skipif(
@@ -84,10 +94,13 @@ def freed(rule):
 
 @_rules
 def summed(rule):
-    """Dims of the first input that must be whole are summed."""
-    first = tuple(f"w{i}" if x is None else x for i, x in enumerate(rule.inputs[0]))
-    new = {x: "sum" for x in first if x not in rule.inputs[0]}
-    return replace(rule, inputs=(first, *rule.inputs[1:]), reduced={**rule.reduced, **new})
+    """Dims of inputs that must be whole are summed."""
+    said = [
+        tuple(f"w{slot}.{i}" if x is None else x for i, x in enumerate(letters))
+        for slot, letters in enumerate(rule.inputs)
+    ]
+    new = {x: "sum" for letters in said for x in letters if x.startswith("w")}
+    return replace(rule, inputs=tuple(said), reduced={**rule.reduced, **new})
 
 
 @_rules
@@ -165,9 +178,9 @@ for _name, _mutation in list(globals().items()):
         _mutation.__name__ = _name
 
 WRONG = [
-    *_spread(freed, "_softmax.default cumsum.default sort.default cummax.default tril.default flip.default roll.default"),
-    *_spread(freed, "native_layer_norm.default avg_pool2d.default upsample_bilinear2d.default linalg_qr.default"),
-    *_spread(freed, "_fft_c2c.default gather.default cat.default slice.Tensor topk.default glu.default"),
+    *_spread(freed, "_softmax.default cumsum.default sort.default cummax.default flip.default roll.default"),
+    *_spread(freed, "avg_pool2d.default upsample_bilinear2d.default linalg_qr.default"),
+    *_spread(freed, "_fft_c2c.default cat.default slice.Tensor topk.default glu.default"),
     *_spread(freed, "_scaled_dot_product_flash_attention_for_cpu.default"),
     *_spread(summed, "median.dim logsumexp.default linalg_vector_norm.default var.correction argmax.default"),
     *_spread(summed, "max.dim embedding_dense_backward.default select.int"),
@@ -188,6 +201,21 @@ WRONG = [
     *_spread(without_local, "mean.dim mean.default amax.default min.default embedding.default expand.default"),
     *_spread(without_ranges, "embedding.default"),
     *_spread(without_addends, "addmm.default baddbmm.default"),
+    *_spread(summed, "native_layer_norm.default gather.default searchsorted.Tensor take.default"),
+    *_spread(summed, "_cdist_forward.default index.Tensor index_copy.default _aminmax.dim isin.Tensor_Tensor"),
+    *_spread(freed, "renorm.default linalg_cross.default linalg_solve_triangular.default cholesky_solve.default"),
+    *_spread(freed, "_linalg_svd.default rot90.default scatter.src diagonal.default slice_scatter.default"),
+    *_spread(linear_in_first, "index_put.default scatter_reduce.two index_copy.default linalg_matrix_exp.default"),
+    *_spread(linear_in_first, "_cdist_forward.default renorm.default histc.default linalg_solve_triangular.default"),
+    *_spread(linear_in_last, "index_reduce.default addmv.default"),
+    *_spread(linear_in_all, "_trilinear.default linalg_cross.default"),
+    *_spread(reduced_otherwise, "index_add.default scatter_add.default trace.default histc.default put.default"),
+    *_spread(reduced_otherwise, "index.Tensor _trilinear.default addbmm.default _cdist_backward.default"),
+    *_spread(without_local, "tril.default trace.default index.Tensor index_put.default index_select.default"),
+    *_spread(without_local, "gather.default scatter.src select_scatter.default diagonal_backward.default"),
+    *_spread(without_local, "addmv.default new_zeros.default"),
+    *_spread(without_ranges, "tril.default trace.default index_put.default scatter_add.default"),
+    *_spread(without_addends, "addmv.default addbmm.default index_add.default put.default"),
     *_spread(with_empty_blocks, "max_pool2d_with_indices.default reflection_pad2d.default"),
 ]  # fmt: skip
 
@@ -284,11 +312,18 @@ def test_a_report_says_what_was_tried():
         ("aten.nonzero.default", None, "has no row"),
         ("aten.mm.default", [], "was not tried"),
         ("aten.reflection_pad1d.default", None, "could be drawn"),
+        ("aten._linalg_svd.default", None, "could be drawn.*\n.*internal to torch"),
+        ("aten.index_select.default", None, "could be drawn.*\n.*its index points into another tensor"),
     ],
 )
 def test_what_cannot_be_proved_is_said(op, calls, what):
     with pytest.raises(sw.LayoutError, match=what):
         verify(op, calls)
+
+
+def test_calls_are_not_drawn_of_tensors_whose_shapes_nobody_says():
+    with pytest.raises(RuleError, match=r"could be drawn(.|\n)*does not say the shapes of its 3 tensors"):
+        draw(torch.ops.aten.addmv.default, "listed by somebody", 2, 0)
 
 
 def test_a_gradient_that_is_wrong_is_found_out(monkeypatch):

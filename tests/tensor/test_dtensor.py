@@ -619,3 +619,61 @@ def test_a_view_of_blocks_that_are_not_dense_shares_their_memory(square):
     assert whole(x).abs().sum() == 0
     x.add_(1)
     assert torch.equal(whole(y), torch.ones(48))
+
+
+_VIEWS = {
+    "chunk": lambda x: x.chunk(3),
+    "slice": lambda x: x[1:4],
+    "select": lambda x: x[2],
+    "unbind": lambda x: x.unbind(0),
+    "view": lambda x: x.view(3, 2, 3),
+    "transpose": lambda x: x.t(),
+    "view of a view": lambda x: x[1:4][:2].t(),
+    "detach": lambda x: x.detach(),
+    "diagonal": lambda x: x.diagonal(),
+}
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("name", _VIEWS)
+def test_views_in_inference_mode_of_what_it_made_and_of_what_it_did_not(name, made_inside):
+    see = _VIEWS[name]
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = distribute_tensor(grid(6, 3), mesh, [Shard(0)])
+        with torch.inference_mode():
+            if made_inside:
+                x = distribute_tensor(grid(6, 3), mesh, [Shard(0)])
+            got, want = see(x), see(grid(6, 3))
+            every = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+            for a, b in every:
+                assert a.is_inference() == made_inside
+                assert torch.equal(whole(a), b)
+
+
+def test_what_inference_mode_writes_to_a_view_reaches_its_base():
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x, dense = distribute_tensor(grid(6, 3), mesh, [Shard(0)]), grid(6, 3)
+        row = x[4]
+        with torch.inference_mode():
+            for t in (x, dense):
+                t[1:4] = -1.0
+                t[1:5][1:].mul_(3)
+                t.t()[0].add_(1)
+            assert torch.equal(whole(x), dense)
+        assert torch.equal(whole(row), dense[4])
+        x.add_(1)
+        assert torch.equal(whole(row), dense[4] + 1)
+
+
+def test_a_module_runs_in_inference_mode(square):
+    layer, data = nn.Linear(3, 4), grid(5, 3)
+    want = layer(data).detach()
+    for name, placements in {"weight": [R, Shard(0)], "bias": [R, Shard(0)]}.items():
+        setattr(
+            layer, name, nn.Parameter(distribute_tensor(getattr(layer, name).detach(), square, placements))
+        )
+    x = distribute_tensor(data, square, [Shard(0), R])
+    with torch.inference_mode():
+        torch.testing.assert_close(whole(layer(x)), want)

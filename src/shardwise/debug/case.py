@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,10 @@ def cases(
     call, axes = met.call, axes_of(mesh)
     returns = place_returned(func) is not None
     found = tensors_in([*args, *kwargs.values()])
-    if met.rule is None:
+    every: Iterable[Choice]
+    if met.makes:
+        every = _made(call.shapes, call.outputs, mesh)
+    elif met.rule is None:
         every = _views(call.shapes[0], call.outputs[0], mesh)
     else:
         every = every_choice(met.rule, call.shapes, call.outputs, axes)
@@ -136,14 +139,29 @@ def _can_be(found: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
     return True
 
 
-def _views(shape: tuple[int, ...], seen: tuple[int, ...], mesh: DeviceMesh) -> Iterator[Choice]:
-    """Layouts that can be seen in another shape: each dim cut, whole or inside, and whatever is pending."""
+def _layouts(shape: tuple[int, ...], mesh: DeviceMesh) -> Iterable[Layout]:
+    """Ways to lie: each dim cut, whole or inside, and whatever is pending."""
     axes = axes_of(mesh)
-    whole = Layout.replicated(shape, axes)
-    some = [whole]
+    some = [Layout.replicated(shape, axes)]
     for axis in range(len(axes)):
         some = [*some, *(cut for layout in some for cut in _cuts(layout, axis))]
-    for layout in dict.fromkeys(some):
+    return dict.fromkeys(some)
+
+
+def _made(
+    shapes: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], mesh: DeviceMesh
+) -> Iterator[Choice]:
+    """What is made like a tensor, however that one lies."""
+    for layout in _layouts(shapes[0], mesh):
+        rest = [Layout.replicated(s, layout.axes) for s in shapes[1:]]
+        held = layout.with_partial({})
+        made = [held if s == held.shape else Layout.replicated(s, layout.axes) for s in outputs]
+        yield Choice((layout, *rest), tuple(made))
+
+
+def _views(shape: tuple[int, ...], seen: tuple[int, ...], mesh: DeviceMesh) -> Iterator[Choice]:
+    """Layouts that can be seen in another shape."""
+    for layout in _layouts(shape, mesh):
         try:
             yield Choice((layout,), (view(layout, seen),))
         except LayoutError:

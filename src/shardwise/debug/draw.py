@@ -28,22 +28,53 @@ def draw(func: Any, text: str, examples: int, seed: int) -> list[_Sample]:
     >>> [[tuple(t.shape) for t in args] for args, _ in draw(torch.ops.aten.mm.default, "m k, k n -> m n", 3, 0)]
     [[(5, 3), (3, 4)], [(5, 5), (5, 2)], [(5, 1), (1, 4)]]
     """
+    if why := _refused(func, text):
+        raise _cannot(func, why)
     rng = random.Random(f"{seed} {func}")
     torch_rng = torch.Generator().manual_seed(rng.randrange(2**31))
     out: list[_Sample] = []
     for number in range(examples * _TRIES):
         if len(out) == examples:
             break
-        call = _drawn(func, text, rng, torch_rng, _DTYPES[number % len(_DTYPES)], empty=number % 11 == 10)
+        # the first one has dims, so that there is something to split
+        least, empty = int(not out), number % 11 == 10
+        call = _drawn(func, text, rng, torch_rng, _DTYPES[number % len(_DTYPES)], least, empty)
         if call is not None and _takes(func, call):
             out.append(call)
     if not out:
-        raise RuleError(
-            f"no call of {func} could be drawn.",
-            why=f"none of those that fit its schema ({func._schema}) and row ({text}) did run",
-            fix="give some: calls=[((x, y), {'alpha': 2}), …]",
-        )
+        raise _cannot(func, f"none of those that fit its schema ({func._schema}) and row ({text}) did run")
     return out
+
+
+def _cannot(func: Any, why: str) -> RuleError:
+    return RuleError(
+        f"no call of {func} could be drawn.", why=why, fix="give some: calls=[((x, y), {'alpha': 2}), …]"
+    )
+
+
+_FOUND = ("index", "indices", "pivots")  # arguments that point into others
+
+
+def _refused(func: Any, text: str) -> str:
+    """Why calls are not drawn, if so: a kernel of torch that is not asked what it is for may crash on them."""
+    space, _, name = func._schema.name.partition("::")
+    if space != "aten":
+        return ""
+    if name.startswith("_") and not name.startswith("__"):
+        return "it is internal to torch, and checks little of what it is given"
+    pointing = [a.name for a in func._schema.arguments if a.name.removeprefix("LU_") in _FOUND]
+    if pointing:
+        return f"its {pointing[0]} points into another tensor"
+    count = sum("Tensor" in str(a.type) for a in func._schema.arguments)
+    if count > 1 and not text.startswith("pointwise") and len(_words(text)) != count:
+        return f"its row ({text}) does not say the shapes of its {count} tensors"
+    return ""
+
+
+def _words(text: str) -> list[list[str]]:
+    """The letters of each tensor argument, where a row has them."""
+    before, arrow, _ = text.partition(";")[0].partition("->")
+    return [w.split() for w in before.split(",")] if arrow else []
 
 
 def _takes(func: Any, call: _Sample) -> bool:
@@ -57,11 +88,17 @@ def _takes(func: Any, call: _Sample) -> bool:
 
 
 def _drawn(
-    func: Any, text: str, rng: random.Random, torch_rng: torch.Generator, dtype: torch.dtype, empty: bool
+    func: Any,
+    text: str,
+    rng: random.Random,
+    torch_rng: torch.Generator,
+    dtype: torch.dtype,
+    least: int,
+    empty: bool,
 ) -> _Sample | None:
     schema = func._schema.arguments
     count = sum("Tensor" in str(a.type) for a in schema)
-    shapes = _shapes(text.partition(";")[0], count, rng, empty)
+    shapes = _shapes(text, count, rng, least, empty)
     if shapes is None:
         return None
     ndim = len(shapes[0]) if shapes else 0
@@ -119,10 +156,12 @@ def _tensor(shape: Sequence[int], dtype: torch.dtype, rng: torch.Generator) -> T
     return torch.randint(0 if dtype is torch.uint8 else -9, 10, tuple(shape), generator=rng).to(dtype)
 
 
-def _shapes(text: str, count: int, rng: random.Random, empty: bool) -> list[tuple[int, ...]] | None:
+def _shapes(
+    text: str, count: int, rng: random.Random, least: int, empty: bool
+) -> list[tuple[int, ...]] | None:
     """The shape of each tensor argument, as the letters of a row say, or else all alike but for broadcasting."""
-    lead = _some(rng, rng.choice((1, 2, 2, 3, 0)), empty)
-    words = [w.split() for w in text.partition("->")[0].split(",")] if "->" in text else []
+    lead = _some(rng, max(rng.choice((1, 2, 2, 3, 0)), least), empty)
+    words = _words(text)
     if len(words) != count:
         return [lead] + [_broadcast(lead, rng) for _ in range(count - 1)]
     sizes: dict[str, int] = {}

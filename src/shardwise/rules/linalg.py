@@ -79,6 +79,16 @@ def _added(text: str, linear: Sequence[Sequence[int]]) -> Row:
     product = row(f"*, {text}", linear=linear)
     words = text.partition("->")[2].split()
 
+    def local(call: Call, place: Place) -> Local | None:
+        # of a product over nothing torch's kernels return what is added, and forget to broadcast it
+        if 0 not in place.inputs[1] or place.inputs[0] == place.outputs[0]:
+            return None
+        first = next(k for k, v in call.args.items() if v == Slot(0))
+        return Local((
+            ("aten.expand.default", (Slot(0), list(place.outputs[0])), {}),
+            (call.op, (), {**call.args, first: Out(0)}),
+        ))  # fmt: skip
+
     def build(call: Call) -> Rule | None:
         rule = product.build(call)
         if rule is None or call.dtypes[0] == "bool":
@@ -87,7 +97,12 @@ def _added(text: str, linear: Sequence[Sequence[int]]) -> Row:
         said = words[len(words) - len(shape) :]
         added: Letters = tuple(x if sizes[x] == n else None for x, n in zip(said, shape, strict=True))
         return Rule(
-            (added, *rule.inputs[1:]), rule.outputs, rule.reduced, rule.linear, addends=frozenset({0})
+            (added, *rule.inputs[1:]),
+            rule.outputs,
+            rule.reduced,
+            rule.linear,
+            addends=frozenset({0}),
+            local=local,
         )
 
     return Row(f"… added, {text}{linear_text(linear)}", build)

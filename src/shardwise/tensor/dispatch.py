@@ -24,8 +24,15 @@ from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.rungs import tell
 from shardwise.tensor.submesh import common_part, on_part
+from shardwise.tensor.targets import as_replicated, plain_targets
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
-from shardwise.tensor.write_through import is_view, remembered, returning
+from shardwise.tensor.write_through import (
+    as_its_base,
+    is_view,
+    outlives_inference,
+    remembered,
+    returning,
+)
 
 __all__ = ["dispatch", "forget"]
 
@@ -46,6 +53,7 @@ _PAIR = object()  # two tensors come first
 _LISTED = object()  # a list of tensors and then what tells itself apart
 _OTHER = object()
 _ONLY = {DTensor}
+_in_inference = torch.is_inference_mode_enabled
 _ops: dict[int, _Op] = {}  # by the op's id, for ops hash slowly and live for ever
 
 
@@ -57,6 +65,9 @@ def dispatch(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Run an op on the blocks as they lie where a row says so, else on the whole."""
+    if _in_inference() and outlives_inference(func, args):
+        with as_its_base():
+            return dispatch(cls, func, types, args, kwargs)
     op = _ops.get(id(func))
     if op is None:
         op = _ops[id(func)] = _new_op(func)
@@ -97,6 +108,10 @@ def dispatch(
             del known[next(iter(known))]
         known[key] = go
     return go(args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return dispatch(DTensor, func, (), args, kwargs)
 
 
 def forget() -> None:
@@ -193,6 +208,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     if (part := common_part(func, args, kwargs)) is not None:
         return lambda a, k: func(*on_part(a, part), **on_part(k, part))
     first = check_operands(func, args, kwargs)
+    if writes(func) and plain_targets(func, args, kwargs):
+        return lambda a, k: as_replicated(_run, func, a, k)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
         recipe = prepare(func, args, kwargs)
         specs = None if recipe is None else recipe.outputs

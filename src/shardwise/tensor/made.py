@@ -88,10 +88,17 @@ def _like(number: int) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: torch.empty_like(args[number])
 
 
+def _reflectors(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What `geqrf` makes: matrices by columns, and a factor for each reflector."""
+    *batch, m, n = x.shape
+    return x.new_empty((*batch, n, m)).mT, x.new_empty((*batch, min(m, n)))
+
+
 # Ops without a meta kernel.
 _SAID: dict[Any, Callable[..., Any]] = {
     aten.multi_margin_loss_backward.default: _like(1),
     aten.multilabel_margin_loss_backward.default: _like(1),
+    aten.geqrf.default: _reflectors,
     aten._aminmax.default: lambda x: (x.new_empty(()), x.new_empty(())),
     aten._aminmax.dim: lambda x, dim, keepdim=False: aten.aminmax.default(x, dim=dim, keepdim=keepdim),
 }

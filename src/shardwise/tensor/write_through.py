@@ -6,7 +6,8 @@ is a `View`: it remembers what it is of. It is a class of its own so that no oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from shardwise.tensor.exchanged import named
 from shardwise.tensor.policy import policy
 from shardwise.tensor.whole import gathered, write_back, written_by
 
-__all__ = ["View", "is_view", "remembered", "returning"]
+__all__ = ["View", "as_its_base", "is_view", "outlives_inference", "remembered", "returning"]
 
 
 _held: Any = DTensor._local_tensor  # the slot itself: no view is brought up to date by reading it
@@ -64,6 +65,9 @@ class View(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and outlives_inference(func, args):
+            with as_its_base():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         _bring_up(args, kwargs)
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], View):
             view, before = args[0], _of(args[0]._origin, args[0])
@@ -90,6 +94,18 @@ def is_view(func: Any) -> bool:
     """Whether an op's results share the memory of its first argument, by its schema."""
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
     return first is not None and not first.is_write
+
+
+def outlives_inference(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a view is of a tensor that inference mode did not make: torch has them count their writes together."""
+    return is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
+
+
+@contextmanager
+def as_its_base() -> Iterator[None]:
+    """Make tensors that are not inference mode's, and no graph either."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def returning(func: Any) -> Any:

@@ -1,0 +1,56 @@
+"""Plain tensors that ops on DTensors write to: they come to hold what the same program gives on one device."""
+
+import pytest
+import torch
+from tests.rules.calls import x
+
+import shardwise as sw
+from shardwise.experimental import implicit_replication
+
+_OPS = {
+    "add_": lambda t, a, b: t.add_(a, alpha=-2),
+    "sub_": lambda t, a, b: t.sub_(a),
+    "addmm_": lambda t, a, b: t.addmm_(a, b, beta=0.5),
+    "index_add_": lambda t, a, b: t.index_add_(0, torch.tensor([0, 2, 2, 4, 1]), a),
+    "copy_": lambda t, a, b: t.copy_(a),
+    "mul_": lambda t, a, b: t[1:4].mul_(a[1:4]),
+    "mm out": lambda t, a, b: torch.mm(a, b, out=t),
+    "amax out": lambda t, a, b: torch.amax(a, 1, keepdim=True, out=t[:, :1]),
+    "sort out": lambda t, a, b: torch.sort(a, 0, out=(t, torch.empty(5, 5, dtype=torch.int64)))[0],
+}
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Partial()])
+@pytest.mark.parametrize("name", _OPS)
+@pytest.mark.filterwarnings("ignore:.*ran on the whole")
+def test_a_plain_tensor_is_written_once_whatever_writes_to_it(name, placement, caplog):
+    caplog.set_level("ERROR", logger="shardwise")
+    a, b, dense = x(5, 5), x(5, 5, seed=1), x(5, 5, seed=2)
+    want = _OPS[name](dense, a, b)
+    with sw.simulate(3), implicit_replication():
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        plain = x(5, 5, seed=2)
+        given = [sw.distribute_tensor(t, mesh, [placement]) for t in (a, b)]
+        got = _OPS[name](plain, *given)
+    assert type(plain) is torch.Tensor
+    torch.testing.assert_close(plain, dense)
+    assert type(got) is torch.Tensor
+    torch.testing.assert_close(got, want)
+
+
+def test_an_empty_one_takes_the_shape_of_the_result(caplog):
+    caplog.set_level("ERROR", logger="shardwise")
+    with sw.simulate(3), implicit_replication():
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        a = sw.distribute_tensor(x(5, 4), mesh, [sw.Shard(0)])
+        out = torch.empty(0, dtype=torch.float64)
+        torch.neg(a, out=out)
+    assert torch.equal(out, -x(5, 4))
+
+
+def test_one_that_nobody_has_explained_is_refused():
+    with sw.simulate(3):
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        a, plain = sw.distribute_tensor(x(5, 4), mesh, [sw.Shard(0)]), x(5, 4)
+        with pytest.raises(sw.LayoutError, match="mixed"):
+            plain.add_(a)
