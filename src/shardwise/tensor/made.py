@@ -37,6 +37,9 @@ def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, told: b
         return None
     if any(t is not None and not isinstance(t, Tensor | int | torch.SymInt) for t in out):
         return None
+    if func in _MASKED:
+        wanted = kwargs.get("output_mask", args[_MASK] if len(args) > _MASK else (True,) * len(out))
+        out = [t if want else None for t, want in zip(out, wanted, strict=True)]
     if func in _STATISTICS:
         out[1:] = [t.to(statistic_dtype(args)) for t in out[1:]]
     return out
@@ -73,6 +76,11 @@ _STATISTICS = {
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.no_stats,
 }
+
+
+# Their meta kernels give the first output whether it is wanted or not; the kernels do not.
+_MASKED = {aten.native_batch_norm_backward.default, aten.batch_norm_backward.default}
+_MASK = 9  # which argument says so
 
 
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
