@@ -38,7 +38,9 @@ def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, told: b
     if any(t is not None and not isinstance(t, Tensor | int | torch.SymInt) for t in out):
         return None
     if func in _MASKED:
-        wanted = kwargs.get("output_mask", args[_MASK] if len(args) > _MASK else (True,) * len(out))
+        name, place = _MASKED[func]
+        said = kwargs[name] if name in kwargs else args[place]
+        wanted = said if isinstance(said, list | tuple) else [*[True] * (len(out) - 1), said]
         out = [t if want else None for t, want in zip(out, wanted, strict=True)]
     if func in _STATISTICS:
         out[1:] = [t.to(statistic_dtype(args)) for t in out[1:]]
@@ -78,9 +80,13 @@ _STATISTICS = {
 }
 
 
-# Their meta kernels give the first output whether it is wanted or not; the kernels do not.
-_MASKED = {aten.native_batch_norm_backward.default, aten.batch_norm_backward.default}
-_MASK = 9  # which argument says so
+# Which argument says what is wanted, of all outputs or of the last: their meta kernels give the rest too, and the
+# kernels do not.
+_MASKED = {
+    aten.native_batch_norm_backward.default: ("output_mask", 9),
+    aten.batch_norm_backward.default: ("output_mask", 9),
+    aten._efficient_attention_backward.default: ("bias_requires_grad", 15),
+}
 
 
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
