@@ -69,6 +69,17 @@ def test_batch_norm_with_given_statistics(lie):
     agrees(norm, [drawn(5, 8, 4), weight, bias, mean, var], [lie, "R", "0", "0", "R"])
 
 
+@pytest.mark.parametrize("lie", ["0", "1", "R"])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_what_needs_no_gradient(lie, training):
+    def norm(x, w, b, m, v):
+        stats = (None, None) if training else (m.detach(), v.detach())
+        return F.batch_norm(x.detach(), *stats, w, b, training=training)
+
+    given = [drawn(5, 6, 3), *(drawn(6, seed=i).abs() for i in range(1, 5))]
+    agrees(norm, given, [lie, "R", "0", "R", "R"])
+
+
 def test_running_statistics_that_lie_otherwise_are_written_where_they_lie():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
