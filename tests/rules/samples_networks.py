@@ -433,7 +433,7 @@ def _attention(backward: bool = False) -> list[Call]:
         y, lse = forward(q, k, v, 0.0, how == "causal", **more)
         if not backward:
             out.append(_call(q, k, v, 0.0, how == "causal", **more))
-        elif shared == h:
+        else:
             out.append(_call(_x(*y.shape, seed=4), q, k, v, y, lse, 0.0, how == "causal", **more))
     return out
 

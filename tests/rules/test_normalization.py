@@ -152,6 +152,30 @@ def test_narrow_statistics_have_the_dtype_they_say(dtype, lie):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("lie", ["0", "1"])
+def test_narrow_statistics_have_the_dtype_of_a_bias_or_of_running_ones_too(lie):
+    x, b = drawn(4, 8, dtype=torch.bfloat16), drawn(8, seed=1, dtype=torch.float32)
+
+    def batch(x, m, v):
+        return torch.ops.aten._native_batch_norm_legit(x, None, None, m.clone(), v.clone(), True, 0.1, 1e-5)
+
+    agrees(
+        lambda x, b: torch.ops.aten.native_layer_norm(x, [8], None, b, 1e-5),
+        [x, b],
+        [lie, "R"],
+        grad=False,
+        tol=2e-2,
+    )
+    agrees(
+        lambda x, b: torch.ops.aten.native_group_norm(x, None, b, 4, 8, 1, 4, 1e-5),
+        [x, b],
+        [lie, "R"],
+        grad=False,
+        tol=2e-2,
+    )
+    agrees(batch, [x, b, b.abs()], [lie, "R", "R"], grad=False, tol=2e-2)
+
+
 def test_rms_norm():
     for lie in ("0", "1", "P"):
         agrees(lambda x, w: F.rms_norm(x, (6,), w), [drawn(5, 6), drawn(6, seed=1)], [lie, "R"])

@@ -90,10 +90,10 @@ _MASKED = {
 
 
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
-    """The dtype of the means of a norm of `args`: the input, then its weights."""
+    """The dtype of the means of a norm of `args`: the input, then its weights and running statistics, if any."""
     if args[0].device.type != "cpu":
         return torch.promote_types(args[0].dtype, torch.float32)
-    weights = [t for t in args[1:3] if isinstance(t, Tensor)]
+    weights = [t for t in args[1:5] if isinstance(t, Tensor)]
     dtype: torch.dtype = (weights or args)[0].dtype
     return dtype
 
