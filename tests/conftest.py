@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shardwise.comm.launch import Workers
@@ -12,6 +13,10 @@ from shardwise.comm.launch import Workers
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("deep", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("deep" if os.environ.get("SHARDWISE_DEEP") == "1" else "ci")
+
+torch.set_num_threads(
+    1
+)  # tensors are small here, and threads that wait for each other take the time of others
 
 
 @pytest.fixture(scope="session")

@@ -319,9 +319,11 @@ _FILES = (WRITTEN, samples_matrices.WRITTEN, samples_indexing.WRITTEN, samples_v
 
 def calls_of(name: str) -> list[Call] | None:
     """Calls of an op by the name of its row: written here, or None where they are to be drawn."""
+    from tests.rules.samples_networks import NETWORKS  # which is written with what is here
+
     # what copies takes what the view takes
     known = (name, name.replace("_copy.", "."))
-    make = next((some[n] for n in known for some in _FILES if n in some), None)
+    make = next((some[n] for n in known for some in (NETWORKS, *_FILES) if n in some), None)
     return None if make is None else make()
 
 

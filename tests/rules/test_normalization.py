@@ -69,6 +69,17 @@ def test_batch_norm_with_given_statistics(lie):
     agrees(norm, [drawn(5, 8, 4), weight, bias, mean, var], [lie, "R", "0", "0", "R"])
 
 
+@pytest.mark.parametrize("lie", ["0", "1", "R"])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_what_needs_no_gradient(lie, training):
+    def norm(x, w, b, m, v):
+        stats = (None, None) if training else (m.detach(), v.detach())
+        return F.batch_norm(x.detach(), *stats, w, b, training=training)
+
+    given = [drawn(5, 6, 3), *(drawn(6, seed=i).abs() for i in range(1, 5))]
+    agrees(norm, given, [lie, "R", "0", "R", "R"])
+
+
 def test_running_statistics_that_lie_otherwise_are_written_where_they_lie():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
@@ -139,6 +150,30 @@ def test_narrow_statistics_have_the_dtype_they_say(dtype, lie):
             lambda x, w: torch.ops.aten.native_batch_norm(x, w, None, None, None, True, 0.1, 1e-5),
             [x, weight], [lie, "R"], grad=False, tol=2e-2,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", ["0", "1"])
+def test_narrow_statistics_have_the_dtype_of_a_bias_or_of_running_ones_too(lie):
+    x, b = drawn(4, 8, dtype=torch.bfloat16), drawn(8, seed=1, dtype=torch.float32)
+
+    def batch(x, m, v):
+        return torch.ops.aten._native_batch_norm_legit(x, None, None, m.clone(), v.clone(), True, 0.1, 1e-5)
+
+    agrees(
+        lambda x, b: torch.ops.aten.native_layer_norm(x, [8], None, b, 1e-5),
+        [x, b],
+        [lie, "R"],
+        grad=False,
+        tol=2e-2,
+    )
+    agrees(
+        lambda x, b: torch.ops.aten.native_group_norm(x, None, b, 4, 8, 1, 4, 1e-5),
+        [x, b],
+        [lie, "R"],
+        grad=False,
+        tol=2e-2,
+    )
+    agrees(batch, [x, b, b.abs()], [lie, "R", "R"], grad=False, tol=2e-2)
 
 
 def test_rms_norm():

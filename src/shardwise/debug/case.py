@@ -15,7 +15,7 @@ from shardwise.debug.differ import shown
 from shardwise.debug.parts import laid_out
 from shardwise.layout import Factor, Layout, LayoutError, dtype_text, layout_text, view
 from shardwise.plan import Choice, every_choice
-from shardwise.rules import RuleError
+from shardwise.rules import Rule, RuleError
 from shardwise.rules.shape import REGROUPED
 from shardwise.rules.table import row_of
 from shardwise.tensor.dtensor import DTensor
@@ -44,6 +44,11 @@ class Case:
         mine = [laid_out(t, o, self.mesh, rng) for t, o in zip(found, self.choice.inputs, strict=True)]
         rest = iter(mine)
         return mine, with_tensors(self.args, rest), with_tensors(self.kwargs, rest)
+
+    def but_alike(self, outputs: Sequence[Any]) -> list[Any]:
+        """What is said of outputs, but for those that are taken as they come: by-products, the same on all ranks."""
+        alike = self.met.rule.alike if isinstance(self.met.rule, Rule) else frozenset()
+        return [o for i, o in enumerate(outputs) if i not in alike]
 
     def wrong(self, what: str, *more: str) -> RuleError:
         """A counterexample: the call, how its tensors lie, and what came of it."""

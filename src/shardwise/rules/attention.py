@@ -15,6 +15,7 @@ _BHS: Mapping[str, str] = {
     "grad_out_": "b h s !", "logsumexp": "b h s", "attn_mask": "b h s !", "attn_bias": "b h s !",
     "dropout_mask": "b h s !",
 }  # fmt: skip
+_CUDNN: Mapping[str, str] = {**_BHS, "logsumexp": "b h s !"}  # with a dim of one more
 _BSH: Mapping[str, str] = {
     "query": "b ! h !", "key": "b ! h !", "value": "b ! h !", "out": "b ! h !", "grad_out": "b ! h !",
     "grad_out_": "b ! h !", "logsumexp": "b h !", "bias": "b h ! !",
@@ -108,8 +109,10 @@ ROWS: dict[str, Row] = {
     "aten._scaled_dot_product_efficient_attention_backward.default": _attention(
         _BHS, [*_GRADS, _Q], backward=True
     ),
-    "aten._scaled_dot_product_cudnn_attention.default": _attention(_BHS, _SEEN),
-    "aten._scaled_dot_product_cudnn_attention_backward.default": _attention(_BHS, _GRADS, backward=True),
+    "aten._scaled_dot_product_cudnn_attention.default": _attention(_CUDNN, [_Q, _Q]),
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _attention(
+        _CUDNN, _GRADS, backward=True
+    ),
     "aten._scaled_dot_product_fused_attention_overrideable.default": _attention(_BHS, _SEEN),
     "aten._scaled_dot_product_fused_attention_overrideable_backward.default": _attention(
         _BHS, [*_GRADS, _Q], backward=True

@@ -97,6 +97,7 @@ def _nll(backward: bool) -> Row:
             return None
         if call.dtypes[target] != "int64":
             classes = tuple(None if x == "c" else x for x in classes)  # no room for a class that is elsewhere
+        ranges = frozenset({"c"})  # targets are counted from a block's first class
         said: dict[int, Letters] = {_slot(call, "self"): classes, target: rest}
         if _slot(call, "weight") >= 0:
             said[_slot(call, "weight")] = (classes[at],)
@@ -108,15 +109,15 @@ def _nll(backward: bool) -> Row:
             if len(said[grad]) != len(call.shapes[grad]):
                 return None
             ins = tuple(said[i] for i in range(len(call.shapes)))
-            return Rule(ins, (classes,), linear=(frozenset({grad}),), local=_nll_local)
+            return Rule(ins, (classes,), linear=(frozenset({grad}),), local=_nll_local, ranges=ranges)
         ins = tuple(said[i] for i in range(len(call.shapes)))
         if call.args["reduction"] == MEAN:
             # each rank's mean would be over its own targets; there is an offer that sums first
             return Rule(tuple((None,) * len(i) for i in ins), ((), ()))
         reduced = {x: "sum" for x in classes if x is not None}
-        if call.args["reduction"] == NONE:  # the total of the weights is then zero
-            return Rule(ins, (rest, ()), reduced, local=_nll_local, alike=frozenset({1}))
-        return Rule(ins, ((), ()), reduced, local=_nll_local)
+        if call.args["reduction"] == NONE and rest:  # the total of the weights is then zero
+            return Rule(ins, (rest, ()), reduced, local=_nll_local, alike=frozenset({1}), ranges=ranges)
+        return Rule(ins, ((), ()), reduced, local=_nll_local, ranges=ranges)
 
     if backward:
         return Row("… or nothing, n c …, n …, c, nothing -> n c …; linear in (0)", build)

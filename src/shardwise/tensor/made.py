@@ -37,6 +37,11 @@ def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, told: b
         return None
     if any(t is not None and not isinstance(t, Tensor | int | torch.SymInt) for t in out):
         return None
+    if func in _MASKED:
+        name, place = _MASKED[func]
+        said = kwargs[name] if name in kwargs else args[place]
+        wanted = said if isinstance(said, list | tuple) else [*[True] * (len(out) - 1), said]
+        out = [t if want else None for t, want in zip(out, wanted, strict=True)]
     if func in _STATISTICS:
         out[1:] = [t.to(statistic_dtype(args)) for t in out[1:]]
     return out
@@ -75,11 +80,20 @@ _STATISTICS = {
 }
 
 
+# Which argument says what is wanted, of all outputs or of the last: their meta kernels give the rest too, and the
+# kernels do not.
+_MASKED = {
+    aten.native_batch_norm_backward.default: ("output_mask", 9),
+    aten.batch_norm_backward.default: ("output_mask", 9),
+    aten._efficient_attention_backward.default: ("bias_requires_grad", 15),
+}
+
+
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
-    """The dtype of the means of a norm of `args`: the input, then its weights."""
+    """The dtype of the means of a norm of `args`: the input, then its weights and running statistics, if any."""
     if args[0].device.type != "cpu":
         return torch.promote_types(args[0].dtype, torch.float32)
-    weights = [t for t in args[1:3] if isinstance(t, Tensor)]
+    weights = [t for t in args[1:5] if isinstance(t, Tensor)]
     dtype: torch.dtype = (weights or args)[0].dtype
     return dtype
 

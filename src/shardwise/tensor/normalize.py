@@ -57,7 +57,7 @@ def _batch_norm(
         if running is not None:
             running.copy_(running.to(now.dtype) * (1 - momentum) + now * momentum)
     out = _scaled(spread * rstd.view([1, -1, *[1] * (x.dim() - 2)]), weight, bias)
-    dtype = statistic_dtype((x, weight, bias))
+    dtype = statistic_dtype((x, weight, bias, running_mean, running_var))
     return out.to(x.dtype), mean.to(dtype), rstd.to(dtype)
 
 

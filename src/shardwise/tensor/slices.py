@@ -178,39 +178,6 @@ def _select(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | No
     )
 
 
-def _select_scatter(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """One position of a split dim: its owner sets it."""
-    if recipe is None:
-        return None
-    given = named(aten.select_scatter.default, args, kwargs)
-    x, src = given["self"], given["src"]
-    if not isinstance(x, DTensor) or not isinstance(src, DTensor) or x.dtype != src.dtype:
-        return None
-    layout, d = x._spec.layout, given["dim"] % x.dim()
-    axes = plain_axes(layout, d)
-    if axes is None or any(op not in ("sum", "avg") for _, op in layout.partial):
-        return None
-    index = given["index"] % x.shape[d]
-    first = plan_to(src, layout.with_dims([dim for e, dim in enumerate(layout.dims) if e != d]))
-    spec = recipe.outputs[0].with_layout(layout)
-    every = chunked(x.shape[d], axes, layout.axes)
-
-    def local(coord: Coord, whole: Tensor, row: Tensor) -> Tensor:
-        low, high = every[_at(coord, layout, axes)]
-        out = whole.clone()
-        if low <= index < high:
-            out.select(d, index - low).copy_(row)
-        return out
-
-    def go(*args: Any, **kwargs: Any) -> DTensor:
-        given = named(aten.select_scatter.default, args, kwargs)
-        mind(aten.select_scatter.default, [first])
-        row = block_of(given["src"], first, spec.mesh)
-        return DTensor(on_mesh(spec.mesh, local, given["self"]._local_tensor, row), spec)
-
-    return Offer(seconds_of([first]), go, (spec,))
-
-
 def _split(func: Any) -> Maker:
     """Several parts of a split dim at once, each cut anew."""
 
@@ -251,7 +218,6 @@ OFFERS: dict[Any, Maker] = {
     aten.slice_backward.default: _slice_backward,
     aten.slice_scatter.default: _slice_scatter,
     aten.select.int: _select,
-    aten.select_scatter.default: _select_scatter,
     aten.split.Tensor: _split(aten.split.Tensor),
     aten.split_with_sizes.default: _split(aten.split_with_sizes.default),
 }
