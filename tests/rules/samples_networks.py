@@ -475,13 +475,31 @@ def _bags_backward(name: str) -> list[Call]:
 
 def _each_way() -> dict[str, Callable[[], list[Call]]]:
     """Ops that `_WITH_BACKWARD` has, and their gradients."""
-    out: dict[str, Callable[[], list[Call]]] = {}
-    for op, (fn, images) in _WITH_BACKWARD.items():
-        for name in (f"aten.{op}.default", f"aten.{op}_backward.default"):
-            out[name] = lambda name=name, fn=fn, images=images: [
-                c for x in images for c in _heard(name, fn, x)
-            ]
-    return out
+
+    def calls(name: str, fn: Callable[..., Tensor], images: list[Tensor]) -> list[Call]:
+        return _with_integers(name, [c for x in images for c in _heard(name, fn, x)])
+
+    return {
+        name: functools.partial(calls, name, fn, images)
+        for op, (fn, images) in _WITH_BACKWARD.items()
+        for name in (f"aten.{op}.default", f"aten.{op}_backward.default")
+    }
+
+
+def _with_integers(name: str, calls: list[Call]) -> list[Call]:
+    """And one of the calls on each kind of whole numbers that the kernel takes: it may round."""
+    op = getattr(aten, name.split(".")[1]).default
+    for dtype in (torch.int64, torch.uint8):
+        args, kwargs = calls[0]
+        whole = tuple(
+            (a * 9).to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+        )
+        try:
+            op(*whole, **kwargs)
+        except RuntimeError:
+            continue  # it takes none
+        calls = [*calls, (whole, kwargs)]
+    return calls
 
 
 NETWORKS: dict[str, Callable[[], list[Call]]] = {

@@ -70,6 +70,8 @@ def _elementwise_backward() -> Row:
         return math.prod(call.shapes[_slot(call, "self")])
 
     def build(call: Call) -> Rule | None:
+        if call.args["reduction"] == MEAN and any(d.startswith(("int", "uint", "bool")) for d in call.made):
+            return None  # of whole numbers the kernel rounds what it divides
         said = _aligned([*call.shapes, *call.outputs])
         return Rule(tuple(said[:-1]), (said[-1],), linear=groups_of(call, [[0]]), local=_meaned(count))
 

@@ -34,27 +34,27 @@ def _sized(inner: Row, name: str, batch_only: bool = False) -> Row:
 
 
 def _rounding(inner: Row) -> Row:
-    """A row for an op that divides, or weighs: integers are rounded on the way, so that a pending sum must be summed."""
+    """A row for an op that weighs what it adds: of whole numbers the result is rounded, and a sum of such is another."""
 
     def build(call: Call) -> Rule | None:
         rule = inner.build(call)
-        exact = call.dtypes[0].startswith(("float", "bfloat", "complex"))
-        return rule if rule is None or exact else replace(rule, linear=())
+        whole = any(d.startswith(("int", "uint", "bool")) for d in call.made)
+        return replace(rule, linear=()) if rule is not None and whole else rule
 
-    return Row(inner.text, build)
+    return Row(f"{inner.text} but for integers", build)
 
 
 def _rows(names: str, made: Row) -> dict[str, Row]:
     return {f"aten.{name}.default": made for name in names.split()}
 
 
-def _each(names: str, dims: Sequence[int], linear: _Linear = ()) -> dict[str, Row]:
+def _each(names: str, dims: Sequence[int], linear: _Linear = (), *, rounding: bool = False) -> dict[str, Row]:
     """Ops of which there is one for each number of dims of positions."""
-    return {
-        k: v
-        for n in dims
-        for k, v in _rows(names.replace("#", str(n)), along(last(n), linear=linear)).items()
-    }
+    out: dict[str, Row] = {}
+    for n in dims:
+        made = along(last(n), linear=linear)
+        out |= _rows(names.replace("#", str(n)), _rounding(made) if rounding else made)
+    return out
 
 
 _RESAMPLED = {
@@ -68,19 +68,19 @@ _RESAMPLED = {
 def _resampled() -> dict[str, Row]:
     out: dict[str, Row] = {}
     for n, names in _RESAMPLED.items():
-        inner = _rounding(along(last(n), linear=[[0]]))
-        out |= _rows(names, inner)
-        out |= _rows(" ".join(f"{name}_backward" for name in names.split()), _sized(inner, "input_size"))
+        for name in names.split():
+            copies = along(last(n), linear=[[0]])
+            inner = copies if "nearest" in name else _rounding(copies)
+            out |= _rows(name, inner) | _rows(f"{name}_backward", _sized(inner, "input_size"))
     return out
 
 
-_BACKWARDS = "_adaptive_avg_pool#d_backward avg_pool#d_backward max_pool#d_with_indices_backward"
+_AVERAGES = "avg_pool#d _adaptive_avg_pool#d avg_pool#d_backward _adaptive_avg_pool#d_backward"
 
 ROWS: dict[str, Row] = {
     **_each("max_pool#d_with_indices adaptive_max_pool#d", (2, 3)),
-    **_rows("avg_pool2d _adaptive_avg_pool2d", _rounding(along(last(2), linear=[[0]]))),
-    **_rows("avg_pool3d _adaptive_avg_pool3d", _rounding(along(last(3), linear=[[0]]))),
-    **_each(f"{_BACKWARDS} adaptive_max_pool#d_backward", (2, 3), [[0]]),
+    **_each(_AVERAGES, (2, 3), [[0]], rounding=True),
+    **_each("max_pool#d_with_indices_backward adaptive_max_pool#d_backward", (2, 3), [[0]]),
     **_each("reflection_pad#d replication_pad#d", (1, 2, 3), [[0]]),
     **_each("reflection_pad#d_backward replication_pad#d_backward", (1, 2, 3), [[0]]),
     **_resampled(),
