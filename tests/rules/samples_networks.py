@@ -175,13 +175,13 @@ def _padded(mode: str, n: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 
 def _pooled(name: str, n: int, **more: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    given: dict[str, Any] = {"output_size": [2, 3, 2][-n:]} if "adaptive" in name else {"kernel_size": 2}
+    given: dict[str, Any] = {"output_size": [2, 3, 2][-n:]} if "adaptive" in name else {"kernel_size": 3}
     return functools.partial(getattr(functional, f"{name}{n}d"), **given, **more), _images(n)
 
 
 # By op, a function that calls it, and what to call it on; its gradient comes with it.
 _WITH_BACKWARD: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-    **{f"max_pool{n}d_with_indices": _pooled("max_pool", n, stride=2, padding=1) for n in (2, 3)},
+    **{f"max_pool{n}d_with_indices": _pooled("max_pool", n, stride=1, padding=1) for n in (2, 3)},
     **{f"avg_pool{n}d": _pooled("avg_pool", n, stride=1, padding=1, count_include_pad=False) for n in (2, 3)},
     **{f"_adaptive_avg_pool{n}d": _pooled("adaptive_avg_pool", n) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d": _pooled("adaptive_max_pool", n) for n in (2, 3)},
