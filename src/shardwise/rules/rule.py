@@ -58,13 +58,16 @@ class Rule:
         """
         if not call.made or not (self.linear or self.monotone):
             return self
-        of_kind = all(_is_float(d) for d in call.made)
+        made = [
+            d for i, d in enumerate(call.made) if i not in self.alike
+        ]  # those are no function of the parts
+        of_kind = all(_is_float(d) for d in made)
 
         def passes(i: int) -> bool:
             here = call.dtypes[i]
-            return of_kind if _is_float(here) else all(d == here for d in call.made)
+            return of_kind if _is_float(here) else all(d == here for d in made)
 
-        ordered = not any(d.startswith("complex") for d in call.made)
+        ordered = not any(d.startswith("complex") for d in made)
         kept = {a: b for a, b in self.monotone.items() if ordered and (a != "product" or passes(0))}
         return replace(self, linear=tuple(g for g in self.linear if all(map(passes, g))), monotone=kept)
 
