@@ -53,7 +53,7 @@ def unary(op: Callable[..., Tensor], spec: Spec) -> Run:
 
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         block = op(args[0]._local_tensor, *args[1:], **kwargs)
-        return _new(DTensor, block, spec, requires_grad=False)  # type: ignore[no-any-return]
+        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
     return go
 
@@ -63,14 +63,14 @@ def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any
     op = _quick(func, args, kwargs)
     if op is not None or (len(args) == 1 and not kwargs):
         alone = op or binding(func)
-        return lambda args, kwargs: _new(DTensor, alone(args[0]._local_tensor), spec, requires_grad=False)
+        return lambda args, kwargs: _new(DTensor, alone(args[0]._local_tensor), spec, False)
     op = binding(func)
     if len(args) == 2 and not kwargs:
         a = args[1]
-        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, a), spec, requires_grad=False)
+        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, a), spec, False)
     if len(args) == 3 and not kwargs:
         b, c = args[1:]
-        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, b, c), spec, requires_grad=False)
+        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, b, c), spec, False)
     return unary(op, spec)
 
 
@@ -82,7 +82,8 @@ def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
         return lambda block: block[cut]
     if func is torch.ops.aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
         dtype = kwargs["dtype"]
-        return None if dtype is None else lambda block: block.to(dtype, copy=True)
+        # another dtype is always a copy
+        return None if dtype in (None, args[0].dtype) else lambda block: block.to(dtype)
     return None
 
 
@@ -93,13 +94,13 @@ def binary(op: Callable[..., Tensor], spec: Spec, alone: bool) -> Run:
         def pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
             x, y = args
             block = op(x._local_tensor, y._local_tensor)
-            return _new(DTensor, block, spec, requires_grad=False)  # type: ignore[no-any-return]
+            return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
         return pair
 
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         block = op(args[0]._local_tensor, args[1]._local_tensor, *args[2:], **kwargs)
-        return _new(DTensor, block, spec, requires_grad=False)  # type: ignore[no-any-return]
+        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
     return go
 
@@ -110,7 +111,7 @@ def ternary(op: Callable[..., Tensor], spec: Spec) -> Run:
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         x, y, z = args
         block = op(x._local_tensor, y._local_tensor, z._local_tensor)
-        return _new(DTensor, block, spec, requires_grad=False)  # type: ignore[no-any-return]
+        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
     return go
 
@@ -124,7 +125,7 @@ def _blocks(args: tuple[Any, ...], at: tuple[int, ...]) -> list[Any]:
 
 def any_args(op: Callable[..., Tensor], at: tuple[int, ...], spec: Spec) -> Run:
     """An op with tensors at some places among its arguments."""
-    return lambda args, kwargs: _new(DTensor, op(*_blocks(args, at), **kwargs), spec, requires_grad=False)
+    return lambda args, kwargs: _new(DTensor, op(*_blocks(args, at), **kwargs), spec, False)
 
 
 def in_place(op: Callable[..., Any], at: tuple[int, ...]) -> Run:
@@ -142,7 +143,7 @@ def listed(op: Callable[..., Tensor], spec: Spec) -> Run:
 
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         block = op([t._local_tensor for t in args[0]], *args[1:], **kwargs)
-        return _new(DTensor, block, spec, requires_grad=False)  # type: ignore[no-any-return]
+        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
     return go
 
@@ -154,7 +155,7 @@ def several(op: Callable[..., Any], at: tuple[int, ...], specs: tuple[Spec, ...]
         blocks = op(*_blocks(args, at), **kwargs)
         if len(blocks) != len(specs):  # some of them None
             return wrapped(blocks, iter(specs))
-        return [_new(DTensor, b, s, requires_grad=False) for b, s in zip(blocks, specs, strict=True)]
+        return [_new(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
 
     return go
 
@@ -167,7 +168,7 @@ def seen_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:
             block = args[0]._local_tensor.view(shape)
         except RuntimeError:
             return otherwise(args, kwargs)
-        return _new(DTensor, block, spec, requires_grad=False)
+        return _new(DTensor, block, spec, False)
 
     return go
 
@@ -175,7 +176,7 @@ def seen_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:
 def wrapped(result: Any, specs: Iterator[Spec]) -> Any:
     """What an op returned with its tensors wrapped."""
     if isinstance(result, Tensor):
-        return _new(DTensor, result, next(specs), requires_grad=False)
+        return _new(DTensor, result, next(specs), False)
     if isinstance(result, list | tuple):
         return type(result)([wrapped(r, specs) for r in result])
     return result  # None where a mask leaves an output out, or a number

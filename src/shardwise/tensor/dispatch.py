@@ -52,7 +52,6 @@ _RAW = object()  # one tensor and then what tells itself apart: sizes, flags, di
 _PAIR = object()  # two tensors come first
 _LISTED = object()  # a list of tensors and then what tells itself apart
 _OTHER = object()
-_ONLY = {DTensor}
 _in_inference = torch.is_inference_mode_enabled
 _ops: dict[int, _Op] = {}  # by the op's id, for ops hash slowly and live for ever
 
@@ -94,8 +93,8 @@ def dispatch(
         kwargs = _NO_KWARGS
         if kind is _PAIR and len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
             key = (args[0]._spec, args[1]._spec)
-        elif kind is _LISTED and {type(t) for t in args[0]} == _ONLY:
-            key = (args[1:], *[t._spec for t in args[0]])
+        elif kind is _LISTED and (specs := _specs(args[0])) is not None:
+            key = (args[1:], *specs)
         else:
             key = tuple(_parts(args, by_type))
     try:
@@ -139,18 +138,26 @@ def _parts(args: tuple[Any, ...], by_type: bool) -> list[Any]:
     return parts
 
 
+def _specs(tensors: Any) -> list[Any] | None:
+    """The specs of a list of DTensors; None if there is anything else in it."""
+    try:
+        return [t._spec for t in tensors]
+    except AttributeError:
+        return None
+
+
 def _part(value: Any, by_type: bool) -> Any:
     """An argument as part of a key: equal numbers of different types differ."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return int if by_type and kind is int else value
     if kind is list or kind is tuple:
-        inner = {type(v) for v in value}
-        if inner == _ONLY:
-            return tuple([v._spec for v in value])
-        if inner == {int} and not by_type:
-            return tuple(value)
-        if inner == {float} and by_type:
+        first = type(value[0]) if value else None
+        if first is DTensor and (specs := _specs(value)) is not None:
+            return tuple(specs)
+        if first is int and not by_type:
+            return tuple(value)  # sizes, dims: what is an int at one place is one at all
+        if first is float and by_type and {type(v) for v in value} == {float}:
             return float, len(value)
         return tuple([_part(v, by_type) for v in value])
     if isinstance(value, DTensor):
