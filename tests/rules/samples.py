@@ -322,9 +322,10 @@ def calls_of(name: str) -> list[Call] | None:
     from tests.rules.samples_networks import NETWORKS  # which is written with what is here
 
     # what copies takes what the view takes
-    known = (name, name.replace("_copy.", "."))
-    make = next((some[n] for n in known for some in (NETWORKS, *_FILES) if n in some), None)
-    return None if make is None else make()
+    for known in (name, name.replace("_copy.", ".")):
+        if calls := [c for some in (NETWORKS, *_FILES) if known in some for c in some[known]()]:
+            return calls
+    return None
 
 
 @functools.cache
