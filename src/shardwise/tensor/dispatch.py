@@ -43,8 +43,10 @@ _NO_KWARGS: dict[str, Any] = {}
 class _Op(NamedTuple):
     """What is known of an op: how its arguments make a key, and the recipes by key."""
 
+    func: Any  # held, so that no other op gets its id
     by_type: bool  # its row reads no numbers, so only their types count
     kind: object  # what its arguments are
+    views: bool  # its result shares the memory of its first argument
     known: dict[Any, Run]
 
 
@@ -53,7 +55,7 @@ _PAIR = object()  # two tensors come first
 _LISTED = object()  # a list of tensors and then what tells itself apart
 _OTHER = object()
 _in_inference = torch.is_inference_mode_enabled
-_ops: dict[int, _Op] = {}  # by the op's id, for ops hash slowly and live for ever
+_ops: dict[int, _Op] = {}  # by the op's id, for ops hash slowly
 
 
 def dispatch(
@@ -64,13 +66,13 @@ def dispatch(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Run an op on the blocks as they lie where a row says so, else on the whole."""
-    if _in_inference() and outlives_inference(func, args):
-        with as_its_base():
-            return dispatch(cls, func, types, args, kwargs)
     op = _ops.get(id(func))
     if op is None:
         op = _ops[id(func)] = _new_op(func)
-    by_type, kind, known = op
+    _, by_type, kind, views, known = op
+    if views and _in_inference() and outlives_inference(args[0]):
+        with as_its_base():
+            return dispatch(cls, func, types, args, kwargs)
     key: Any
     if kind is _RAW and type(args[0]) is DTensor:
         if len(args) == 1:
@@ -192,7 +194,7 @@ def _new_op(func: Any) -> _Op:
         kind = _LISTED
     elif plain and first == "Tensor" and (not by_type or not rest):
         kind = _RAW
-    return _Op(by_type, kind, {})
+    return _Op(func, by_type, kind, is_view(func), {})
 
 
 def _reads_types_only(func: Any) -> bool:

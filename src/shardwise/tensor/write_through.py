@@ -65,7 +65,7 @@ class View(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and outlives_inference(func, args):
+        if torch.is_inference_mode_enabled() and is_view(func) and outlives_inference(args[0]):
             with as_its_base():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         _bring_up(args, kwargs)
@@ -96,9 +96,9 @@ def is_view(func: Any) -> bool:
     return first is not None and not first.is_write
 
 
-def outlives_inference(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a view is of a tensor that inference mode did not make: torch has them count their writes together."""
-    return is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
+def outlives_inference(base: Any) -> bool:
+    """Whether inference mode did not make a tensor: torch has its views count their writes together with it."""
+    return isinstance(base, DTensor) and not base.is_inference()
 
 
 @contextmanager
