@@ -18,7 +18,7 @@ def placed(text: str) -> tuple[Placement, ...]:
     """Placements of several axes in short: `0` is Shard(0), `R` Replicate, `P` a pending sum.
 
     >>> placed("0 P")
-    (Shard(dim=0), Partial(reduce_op='sum'))
+    (Shard(dim=0), Partial(sum))
     """
     short = {"R": Replicate(), "P": Partial()}
     return tuple(short[w] if w in short else Shard(int(w)) for w in text.split())
