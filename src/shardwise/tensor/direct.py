@@ -60,11 +60,12 @@ def unary(op: Callable[..., Tensor], spec: Spec) -> Run:
 
 def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     """An op of one tensor whose other arguments are the same in each call that comes here."""
-    op = _quick(func, args, kwargs)
-    if op is not None or (len(args) == 1 and not kwargs):
-        alone = op or binding(func)
-        return lambda args, kwargs: _new(DTensor, alone(args[0]._local_tensor), spec, False)
+    quick = _quick(func, spec, args, kwargs)
+    if quick is not None:
+        return quick
     op = binding(func)
+    if len(args) == 1 and not kwargs:
+        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor), spec, False)
     if len(args) == 2 and not kwargs:
         a = args[1]
         return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, a), spec, False)
@@ -74,16 +75,16 @@ def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any
     return unary(op, spec)
 
 
-def _quick(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
+def _quick(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
     """A quicker way to the same result for ops whose own call is slow."""
     if func is torch.ops.aten.slice.Tensor and not kwargs and 1 < len(args) < 5:
         start, end = (*args[2:], None, None)[:2]  # slice(3) would end at 3, not begin there
         cut = (slice(None),) * (args[1] % args[0].dim()) + (slice(start, end),)
-        return lambda block: block[cut]
+        return lambda args, kwargs: _new(DTensor, args[0]._local_tensor[cut], spec, False)
     if func is torch.ops.aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
         dtype = kwargs["dtype"]
-        # another dtype is always a copy
-        return None if dtype in (None, args[0].dtype) else lambda block: block.to(dtype)
+        if dtype not in (None, args[0].dtype):  # another dtype is always a copy
+            return lambda args, kwargs: _new(DTensor, args[0]._local_tensor.to(dtype), spec, False)
     return None
 
 

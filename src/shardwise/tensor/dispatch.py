@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +40,10 @@ _MOST = 4096  # recipes kept per op
 _NO_KWARGS: dict[str, Any] = {}
 
 
-class _Op(NamedTuple):
-    """What is known of an op: how its arguments make a key, and the recipes by key."""
-
-    func: Any  # held, so that no other op gets its id
-    by_type: bool  # its row reads no numbers, so only their types count
-    kind: object  # what its arguments are
-    views: bool  # its result shares the memory of its first argument
-    known: dict[Any, Run]
-
+# What is known of an op: the op, held so that no other gets its id; whether its row reads no numbers, so that only their
+# types count; what its arguments are; whether its result shares the memory of its first argument; and recipes by key.
+# A plain tuple, which is unpacked at once where a named one is iterated.
+_Op = tuple[Any, bool, object, bool, dict[Any, Any]]
 
 _RAW = object()  # one tensor and then what tells itself apart: sizes, flags, dims
 _PAIR = object()  # two tensors come first
@@ -66,10 +61,10 @@ def dispatch(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Run an op on the blocks as they lie where a row says so, else on the whole."""
-    op = _ops.get(id(func))
-    if op is None:
-        op = _ops[id(func)] = _new_op(func)
-    _, by_type, kind, views, known = op
+    try:
+        _, by_type, kind, views, known = _ops[id(func)]
+    except KeyError:
+        _, by_type, kind, views, known = _ops[id(func)] = _new_op(func)
     if views and _in_inference() and outlives_inference(args[0]):
         with as_its_base():
             return dispatch(cls, func, types, args, kwargs)
@@ -100,14 +95,14 @@ def dispatch(
         else:
             key = tuple(_parts(args, by_type))
     try:
-        go = known.get(key)
-    except TypeError:  # an argument that has no hash: such a call is prepared each time
-        return _prepared(func, args, kwargs)(args, kwargs)
-    if go is None:
+        go = known[key]
+    except KeyError:
         go = _prepared(func, args, kwargs)
         if len(known) >= _MOST:
             del known[next(iter(known))]
         known[key] = go
+    except TypeError:  # an argument that has no hash: such a call is prepared each time
+        go = _prepared(func, args, kwargs)
     return go(args, kwargs)
 
 
@@ -194,7 +189,7 @@ def _new_op(func: Any) -> _Op:
         kind = _LISTED
     elif plain and first == "Tensor" and (not by_type or not rest):
         kind = _RAW
-    return _Op(func, by_type, kind, is_view(func), {})
+    return func, by_type, kind, is_view(func), {}
 
 
 def _reads_types_only(func: Any) -> bool:
@@ -267,7 +262,7 @@ def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
         return direct.several(binding(func), at, recipe.outputs)
     spec = recipe.outputs[0]
     if at == (0,):
-        is_constant = _ops[id(func)].kind is _RAW
+        is_constant = _ops[id(func)][2] is _RAW
         return direct.constant(func, spec, args, kwargs) if is_constant else direct.unary(binding(func), spec)
     if at == (0, 1):
         return direct.binary(binding(func), spec, alone=len(args) == 2 and not kwargs)
