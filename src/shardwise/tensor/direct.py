@@ -58,13 +58,16 @@ def unary(op: Callable[..., Tensor], spec: Spec) -> Run:
     return go
 
 
+_AS_EVER = {"pin_memory": False}  # what torch says of every new tensor
+
+
 def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     """An op of one tensor whose other arguments are the same in each call that comes here."""
     quick = _quick(func, spec, args, kwargs)
     if quick is not None:
         return quick
     op = binding(func)
-    if len(args) == 1 and not kwargs:
+    if len(args) == 1 and (not kwargs or kwargs == _AS_EVER):
         return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor), spec, False)
     if len(args) == 2 and not kwargs:
         a = args[1]
@@ -143,6 +146,8 @@ def listed(op: Callable[..., Tensor], spec: Spec) -> Run:
     """An op of a list of tensors, which is its first argument."""
 
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        if len(args) == 2 and not kwargs:
+            return _new(DTensor, op([t._local_tensor for t in args[0]], args[1]), spec, False)  # type: ignore[no-any-return]
         block = op([t._local_tensor for t in args[0]], *args[1:], **kwargs)
         return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
@@ -153,7 +158,9 @@ def several(op: Callable[..., Any], at: tuple[int, ...], specs: tuple[Spec, ...]
     """An op with several results, or a list of them."""
 
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        blocks = op(*_blocks(args, at), **kwargs)
+        blocks = (
+            op(args[0]._local_tensor, *args[1:], **kwargs) if at == (0,) else op(*_blocks(args, at), **kwargs)
+        )
         if len(blocks) != len(specs):  # some of them None
             return wrapped(blocks, iter(specs))
         return [_new(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]

@@ -88,8 +88,13 @@ def dispatch(
         key = tuple(parts)
     else:
         kwargs = _NO_KWARGS
-        if kind is _PAIR and len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
-            key = (args[0]._spec, args[1]._spec)
+        if kind is _PAIR and type(args[0]) is DTensor and type(args[1]) is DTensor:
+            if len(args) == 2:
+                key = (args[0]._spec, args[1]._spec)
+            elif len(args) == 3 and type(args[2]) is DTensor:
+                key = (args[0]._spec, args[1]._spec, args[2]._spec)
+            else:
+                key = tuple(_parts(args, by_type))
         elif kind is _LISTED and (specs := _specs(args[0])) is not None:
             key = (args[1:], *specs)
         else:
