@@ -23,6 +23,9 @@ from shardwise.tensor.dtensor import DTensor
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "contiguous_stride", "grad_layout", "redistributed"]
 
 
+_new: Any = torch.Tensor._dtensor__new__  # without the detour through Python that `DTensor(…)` is
+
+
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return global_stride(shape, range(len(shape), 0, -1))
@@ -147,8 +150,10 @@ class FromLocal(torch.autograd.Function):
     ) -> DTensor:
         ctx.spec, ctx.grads_lie, ctx.ranks = spec, grads_lie, ranks
         ctx.set_materialize_grads(False)
-        if any(op in ("max", "min") for _, op in spec.layout.partial):
+        if spec.layout.partial and any(op in ("max", "min") for _, op in spec.layout.partial):
             ctx.save_for_backward(*blocks)
+        if ranks is None:
+            return _new(DTensor, blocks[0].detach(), spec, False)  # type: ignore[no-any-return]
         return DTensor(_joined(ranks, tuple(b.view_as(b) for b in blocks)), spec)
 
     @staticmethod

@@ -17,6 +17,7 @@ from shardwise.tensor.whole import on_whole
 __all__ = ["FUSED", "each", "fused", "prepare_foreach"]
 
 _Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_new: Any = torch.Tensor._dtensor__new__  # without the detour through Python that `DTensor(…)` is
 _FORMS = {"List": "Tensor", "ScalarList": "Scalar"}
 
 
@@ -85,7 +86,9 @@ def prepare_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = op(*[[t._local_tensor for t in a] if li else a for a, li in zip(args, lists, strict=True)])
-        return None if writes else [DTensor(r, spec) for r, spec in zip(found, specs, strict=True)]
+        return (
+            None if writes else [_new(DTensor, r, spec, False) for r, spec in zip(found, specs, strict=True)]
+        )
 
     return direct
 
