@@ -88,7 +88,7 @@ def dispatch(
         key = tuple(parts)
     else:
         kwargs = _NO_KWARGS
-        if kind is _PAIR and type(args[0]) is DTensor and type(args[1]) is DTensor:
+        if kind is _PAIR and len(args) > 1 and type(args[0]) is DTensor and type(args[1]) is DTensor:
             if len(args) == 2:
                 key = (args[0]._spec, args[1]._spec)
             elif len(args) == 3 and type(args[2]) is DTensor:
