@@ -98,7 +98,7 @@ def _check(case: Case) -> None:
         mine, args, kwargs = case.laid()
         try:
             with counting() as ledger:
-                got = _flat(dispatch(DTensor, func, (), args, kwargs))
+                got = _flat(dispatch(func, (), args, kwargs))
         except Exception as error:
             raise case.wrong(f"raised {type(error).__name__}: {error}") from error
         if ledger.collectives:

@@ -18,6 +18,7 @@ __all__ = [
     "binding",
     "in_place",
     "listed",
+    "programmed",
     "seen_as",
     "several",
     "unary",
@@ -166,6 +167,13 @@ def several(op: Callable[..., Any], at: tuple[int, ...], specs: tuple[Spec, ...]
         return [_new(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
 
     return go
+
+
+def programmed(program: Callable[[Sequence[Tensor]], Any], at: tuple[int, ...], spec: Spec) -> Run:
+    """A program on the blocks in place of the op."""
+    if at == (0,):
+        return lambda args, kwargs: _new(DTensor, program((args[0]._local_tensor,)), spec, False)
+    return lambda args, kwargs: _new(DTensor, program([args[i]._local_tensor for i in at]), spec, False)
 
 
 def seen_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:

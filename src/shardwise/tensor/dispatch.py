@@ -54,7 +54,6 @@ _ops: dict[int, _Op] = {}  # by the op's id, for ops hash slowly
 
 
 def dispatch(
-    cls: type[DTensor],
     func: Any,
     types: Any,
     args: tuple[Any, ...] = (),
@@ -67,7 +66,7 @@ def dispatch(
         _, by_type, kind, views, known = _ops[id(func)] = _new_op(func)
     if views and _in_inference() and outlives_inference(args[0]):
         with as_its_base():
-            return dispatch(cls, func, types, args, kwargs)
+            return dispatch(func, types, args, kwargs)
     key: Any
     if kind is _RAW and type(args[0]) is DTensor:
         if len(args) == 1:
@@ -112,7 +111,7 @@ def dispatch(
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return dispatch(DTensor, func, (), args, kwargs)
+    return dispatch(func, (), args, kwargs)
 
 
 def forget() -> None:
@@ -135,6 +134,8 @@ def _parts(args: tuple[Any, ...], by_type: bool) -> list[Any]:
             parts.append(int if by_type and kind is int else a)
         elif by_type and kind is float:
             parts.append(float)
+        elif kind is list and not by_type and a and type(a[0]) is int:
+            parts.append(tuple(a))  # sizes, dims: what is an int at one place is one at all
         else:
             parts.append(_part(a, by_type))
     return parts
@@ -158,7 +159,7 @@ def _part(value: Any, by_type: bool) -> Any:
         if first is DTensor and (specs := _specs(value)) is not None:
             return tuple(specs)
         if first is int and not by_type:
-            return tuple(value)  # sizes, dims: what is an int at one place is one at all
+            return tuple(value)
         if first is float and by_type and {type(v) for v in value} == {float}:
             return float, len(value)
         return tuple([_part(v, by_type) for v in value])
@@ -245,16 +246,21 @@ def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str
     """The shortest way there is, where nothing moves and the op runs on the blocks of this rank as it is."""
     if any(recipe.moves) or recipe.simulated or recipe.alike:
         return None
+    at = tuple(i for i, a in enumerate(args) if isinstance(a, DTensor))
+    returns = [str(r.type) for r in func._schema.returns]
+    if recipe.programs is not None and not recipe.regroups:
+        program = recipe.programs[None]
+        if program is None or returns != ["Tensor"] or len(at) != len(recipe.moves) or writes(func):
+            return None
+        return direct.programmed(program, at, recipe.outputs[0])
     if recipe.programs is not None:
-        if not recipe.regroups or recipe.shape is None:
+        if recipe.shape is None:
             return None
         block = args[0]._local_tensor
         if func is torch.ops.aten.unsqueeze.default and func(block, *args[1:]).shape == recipe.shape:
             # a block without elements may be empty along another dim in the result
             return direct.constant(func, recipe.outputs[0], args, kwargs)
         return direct.seen_as(recipe.shape, recipe.outputs[0], lambda a, k: general(func, recipe, a, k))
-    at = tuple(i for i, a in enumerate(args) if isinstance(a, DTensor))
-    returns = [str(r.type) for r in func._schema.returns]
     if len(at) != len(recipe.moves):
         in_list = args and isinstance(args[0], list | tuple) and all(isinstance(a, DTensor) for a in args[0])
         if in_list and len(args[0]) == len(recipe.moves) and returns == ["Tensor"] and not writes(func):
@@ -296,7 +302,7 @@ def _moved(
 def _become(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """An op that changes its tensor's own shape: the tensor becomes what the op's other form returns."""
     x: DTensor = args[0]
-    seen = dispatch(DTensor, returning(func), (), args, kwargs)
+    seen = dispatch(returning(func), (), args, kwargs)
     x._local_tensor, x._spec = seen._local_tensor, seen._spec
     with no_dispatch():
         func(*args, **kwargs)  # the wrapper's own sizes

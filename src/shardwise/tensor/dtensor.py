@@ -228,4 +228,5 @@ from shardwise.tensor import autograd as _autograd  # noqa: E402
 from shardwise.tensor import local as _local  # noqa: E402
 from shardwise.tensor.dispatch import dispatch  # noqa: E402
 
-DTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+# static, for to bind a class method takes longer than to call this
+DTensor.__torch_dispatch__ = staticmethod(dispatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
 from shardwise.rules import Call, Listed, Listing, Local, Out, Place, Rule, Slot
 from shardwise.rules.shape import REGROUPED
 from shardwise.rules.table import REGISTERED, row_of
+from shardwise.tensor.direct import binding
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.listing import listed
 from shardwise.tensor.made import made_by
@@ -239,6 +240,16 @@ def _program(call: Call, rule: Rule | None, choice: Choice, coord: Coord) -> Loc
 def _compiled(program: Local) -> _Program:
     """A local program as a function of the blocks."""
     steps = [(_op(name), args, kwargs) for name, args, kwargs in program.steps]
+    if not program.results and all(_follows(i, step) for i, step in enumerate(program.steps)):
+        chain = [(op, args[1:], kwargs) for op, args, kwargs in steps]
+
+        def run_chain(blocks: Sequence[Tensor]) -> Any:
+            x = blocks[0]
+            for op, rest, named in chain:
+                x = op(x, *rest, **named)
+            return x
+
+        return run_chain
 
     def value(arg: Any, blocks: Sequence[Tensor], done: list[Any]) -> Any:
         if isinstance(arg, Slot):
@@ -257,11 +268,23 @@ def _compiled(program: Local) -> _Program:
     return run
 
 
+def _follows(number: int, step: tuple[str, tuple[Any, ...], Mapping[str, Any]]) -> bool:
+    """Whether a step does something to what the one before it returned, the first to the first block, and reads no more."""
+    _, args, kwargs = step
+    before: Any = Out(number - 1) if number else Slot(0)
+    return bool(args) and args[0] == before and not _reads([*args[1:], *kwargs.values()])
+
+
+def _reads(value: Any) -> bool:
+    """Whether an argument of a step is a block, or what a step returned, or has one in it."""
+    return any(_reads(v) for v in value) if isinstance(value, list) else isinstance(value, Slot | Out)
+
+
 def _op(name: str) -> Callable[..., Any]:
     if name == "aten.view.default":
         return _viewed
     _, packet, overload = name.split(".")
-    return getattr(getattr(torch.ops.aten, packet), overload)  # type: ignore[no-any-return]
+    return binding(getattr(getattr(torch.ops.aten, packet), overload))
 
 
 def _viewed(block: Tensor, shape: list[int]) -> Tensor:
