@@ -95,7 +95,7 @@ def dispatch(
             else:
                 key = tuple(_parts(args, by_type))
         elif kind is _LISTED and (specs := _specs(args[0])) is not None:
-            key = (args[1:], *specs)
+            key = (args[1:], specs)
         else:
             key = tuple(_parts(args, by_type))
     try:
@@ -134,17 +134,23 @@ def _parts(args: tuple[Any, ...], by_type: bool) -> list[Any]:
             parts.append(int if by_type and kind is int else a)
         elif by_type and kind is float:
             parts.append(float)
-        elif kind is list and not by_type and a and type(a[0]) is int:
-            parts.append(tuple(a))  # sizes, dims: what is an int at one place is one at all
+        elif kind is list and a:
+            first = type(a[0])
+            if first is DTensor and (specs := _specs(a)) is not None:
+                parts.append(specs)
+            elif first is int and not by_type:
+                parts.append(tuple(a))  # sizes, dims: what is an int at one place is one at all
+            else:
+                parts.append(_part(a, by_type))
         else:
             parts.append(_part(a, by_type))
     return parts
 
 
-def _specs(tensors: Any) -> list[Any] | None:
+def _specs(tensors: Any) -> tuple[Any, ...] | None:
     """The specs of a list of DTensors; None if there is anything else in it."""
     try:
-        return [t._spec for t in tensors]
+        return tuple([t._spec for t in tensors])
     except AttributeError:
         return None
 
@@ -157,7 +163,7 @@ def _part(value: Any, by_type: bool) -> Any:
     if kind is list or kind is tuple:
         first = type(value[0]) if value else None
         if first is DTensor and (specs := _specs(value)) is not None:
-            return tuple(specs)
+            return specs
         if first is int and not by_type:
             return tuple(value)
         if first is float and by_type and {type(v) for v in value} == {float}:
