@@ -1,5 +1,6 @@
 """Communication: running steps over process groups or over all ranks in one process, and counting it."""
 
+from shardwise.comm.agree import agreed
 from shardwise.comm.launch import LaunchError, launch
 from shardwise.comm.ledger import Ledger, Sent, counting
 from shardwise.comm.mesh import (
@@ -28,6 +29,7 @@ __all__ = [
     "PerMesh",
     "PerRank",
     "Sent",
+    "agreed",
     "axes_of",
     "block_of",
     "check_reducible",

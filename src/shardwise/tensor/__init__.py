@@ -4,15 +4,20 @@
 from shardwise.tensor.dtensor import DTensor
 
 # isort: split
+from shardwise.random.stream import follow_torch
 from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
+from shardwise.tensor.instead import give_values
+from shardwise.tensor.noise import draw_noise_for_dtensors
+from shardwise.tensor.one_device import one_device
 from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
-from shardwise.tensor.reads_values import give_values
+from shardwise.tensor.random_factories import rand, randint, randn, randperm
 from shardwise.tensor.register import register_sharding
 from shardwise.tensor.rungs import watching
 from shardwise.tensor.saved import allow_loading
+from shardwise.tensor.seeds import fork_rng, get_rng_state, manual_seed, set_rng_state
 
 __all__ = [
     "CommunicationError",
@@ -23,15 +28,26 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "eye",
+    "fork_rng",
     "full",
+    "get_rng_state",
     "implicit_replication",
     "linspace",
+    "manual_seed",
+    "one_device",
     "ones",
     "policy",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
     "register_sharding",
+    "set_rng_state",
     "watching",
     "zeros",
 ]
 
 allow_loading()
 give_values()
+draw_noise_for_dtensors()
+follow_torch()

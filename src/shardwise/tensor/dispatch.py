@@ -12,6 +12,7 @@ from shardwise.comm import PerRank, coord_of
 from shardwise.rules.table import REGISTERED, row_of
 from shardwise.tensor import direct
 from shardwise.tensor.direct import Run, binding
+from shardwise.tensor.drawn import draws
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.flags import heeding
 from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
@@ -207,7 +208,8 @@ def _new_op(func: Any) -> _Op:
 def _reads_types_only(func: Any) -> bool:
     row = row_of(full_name(func)) or row_of(row_name(func)[0])
     name = func._schema.name
-    return name.startswith("aten::_foreach_") or name in FUSED or (row is not None and not row.reads)
+    by_type = name.startswith("aten::_foreach_") or name in FUSED or draws(func) is not None
+    return by_type or (row is not None and not row.reads)
 
 
 def _prepared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
@@ -226,6 +228,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     first = check_operands(func, args, kwargs)
     if writes(func) and plain_targets(func, args, kwargs):
         return lambda a, k: as_replicated(_run, func, a, k)
+    if (run := draws(func)) is not None:
+        return lambda a, k: run(*a, **k)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
         recipe = prepare(func, args, kwargs)
         specs = None if recipe is None else recipe.outputs

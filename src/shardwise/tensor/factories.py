@@ -15,7 +15,18 @@ from shardwise.layout import Layout, LayoutError, Placement, Replicate, Spec, bl
 from shardwise.tensor.autograd import contiguous_stride
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["arange", "empty", "eye", "full", "linspace", "ones", "zeros"]
+__all__ = [
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "layout_for",
+    "linspace",
+    "made_on",
+    "ones",
+    "size_of",
+    "zeros",
+]
 
 _Number = int | float
 
@@ -37,8 +48,8 @@ def zeros(
     tensor([[0., 0.]])
     """
     dtype = dtype or torch.get_default_dtype()
-    lie = _layout("zeros", _size(size), layout, device_mesh, placements)
-    return _made(lie, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    lie = layout_for("zeros", size_of(size), layout, device_mesh, placements)
+    return made_on(lie, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def ones(
@@ -51,8 +62,8 @@ def ones(
 ) -> DTensor:
     """A tensor of ones."""
     dtype = dtype or torch.get_default_dtype()
-    lie = _layout("ones", _size(size), layout, device_mesh, placements)
-    return _made(lie, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    lie = layout_for("ones", size_of(size), layout, device_mesh, placements)
+    return made_on(lie, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def empty(
@@ -65,8 +76,8 @@ def empty(
 ) -> DTensor:
     """A tensor whose values nobody has set."""
     dtype = dtype or torch.get_default_dtype()
-    lie = _layout("empty", _size(size), layout, device_mesh, placements)
-    return _made(lie, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    lie = layout_for("empty", size_of(size), layout, device_mesh, placements)
+    return made_on(lie, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def full(
@@ -81,8 +92,8 @@ def full(
 ) -> DTensor:
     """A tensor that has one value everywhere."""
     dtype = dtype or torch.full((), fill_value).dtype
-    lie = _layout("full", _size((size,)), layout, device_mesh, placements)
-    return _made(
+    lie = layout_for("full", size_of((size,)), layout, device_mesh, placements)
+    return made_on(
         lie, lambda shape, *_: torch.full(shape, fill_value, dtype=dtype), dtype, requires_grad, device_mesh
     )
 
@@ -111,7 +122,7 @@ def arange(
     # torch knows the length, the dtype and the errors; on the meta device it makes nothing
     whole = torch.arange(start, end, step, dtype=dtype, device="meta")
     torch.arange(0, dtype=whole.dtype)  # dtypes it has no kernel for are an error only where values are made
-    lie = _layout("arange", tuple(whole.shape), layout, device_mesh, placements)
+    lie = layout_for("arange", tuple(whole.shape), layout, device_mesh, placements)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
         at = _index_tensor(indices[0])
@@ -119,7 +130,7 @@ def arange(
             return torch.add(at.double() * step, start).to(whole.dtype)
         return torch.add(at * int(step), int(start)).to(whole.dtype)
 
-    return _made(lie, values, whole.dtype, requires_grad, device_mesh)
+    return made_on(lie, values, whole.dtype, requires_grad, device_mesh)
 
 
 def linspace(
@@ -136,7 +147,7 @@ def linspace(
     """`steps` values from `start` to `end`, both included."""
     whole = torch.linspace(start, end, steps, dtype=dtype, device="meta")
     torch.linspace(start, end, min(steps, 2), dtype=whole.dtype)  # raises for bounds the dtype cannot say
-    lie = _layout("linspace", tuple(whole.shape), layout, device_mesh, placements)
+    lie = layout_for("linspace", tuple(whole.shape), layout, device_mesh, placements)
 
     # As torch computes it, to the bit: the bounds as values of the dtype, then from both ends to the middle, in
     # that dtype (integers in doubles) with one rounding where the hardware has it.
@@ -156,7 +167,7 @@ def linspace(
             up, down = first + at.to(kind) * step, last - left.to(kind) * step
         return torch.where(at < steps // 2, up, down).to(whole.dtype)
 
-    return _made(lie, values, whole.dtype, requires_grad, device_mesh)
+    return made_on(lie, values, whole.dtype, requires_grad, device_mesh)
 
 
 def eye(
@@ -171,16 +182,17 @@ def eye(
 ) -> DTensor:
     """Ones on the diagonal, zeros elsewhere."""
     dtype = dtype or torch.get_default_dtype()
-    lie = _layout("eye", (n, n if m is None else m), layout, device_mesh, placements)
+    lie = layout_for("eye", (n, n if m is None else m), layout, device_mesh, placements)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
         rows, cols = (_index_tensor(i) for i in indices)
         return (rows[:, None] == cols[None, :]).to(dtype)
 
-    return _made(lie, values, dtype, requires_grad, device_mesh)
+    return made_on(lie, values, dtype, requires_grad, device_mesh)
 
 
-def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+def size_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """A size that was given as numbers, or as one sequence of them."""
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
     return tuple(index(n) for n in size)
@@ -192,13 +204,14 @@ def _index_tensor(indices: Sequence[int]) -> Tensor:
     return torch.tensor(indices, dtype=torch.int64)
 
 
-def _layout(
+def layout_for(
     name: str,
     shape: tuple[int, ...],
     layout: torch.layout,
     mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> Layout:
+    """How a new tensor is to lie, or an error that names who was asked to make it."""
     mesh = current_mesh(mesh, name)
     if layout is not torch.strided:
         raise LayoutError(
@@ -219,7 +232,7 @@ def _layout(
     return lie
 
 
-def _made(
+def made_on(
     lie: Layout,
     values: Callable[[tuple[int, ...], Sequence[Sequence[int]]], Tensor],
     dtype: torch.dtype,

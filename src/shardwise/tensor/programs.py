@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["is_composite", "program_for", "returning_form"]
+__all__ = ["is_composite", "program_for", "returning_form", "writing_form"]
 
 _DRAWN_OR_SEEN = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
 
@@ -24,7 +24,7 @@ def program_for(func: Any) -> Callable[..., Any] | None:
         form = returning_form(func)
         first = func._schema.arguments[0].name
         plain = all(a.is_out for a in targets) or [a.name for a in targets] == [first]
-        return _writing(func, form, [a.name for a in targets]) if form is not None and plain else None
+        return writing_form(func, form) if form is not None and plain else None
     if any(a.alias_info is not None for a in func._schema.arguments):
         return None  # a view: what shares memory is not made anew
     from torch._decomp import decomposition_table  # a second to import, and seldom needed
@@ -52,9 +52,10 @@ def returning_form(func: Any) -> Any | None:
     return None
 
 
-def _writing(func: Any, form: Any, targets: list[str]) -> Callable[..., Any] | None:
-    """Make what is to be written and copy it there, in the layout that is there."""
+def writing_form(func: Any, form: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what is to be written, by a form that returns it, and copy it there, in the layout that is there."""
     names = [a.name for a in func._schema.arguments]
+    targets = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     outs = {a.name: a.is_out for a in func._schema.arguments}
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerRank, axes_of, map_ranks, members_of, spread
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.plan import Plan, plan_redistribute
+from shardwise.random.borrowed import borrowing, draws_now
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
 from shardwise.tensor.rungs import tell
+from shardwise.tensor.seeds import next_draw
 
 __all__ = [
     "check_operands",
@@ -55,7 +57,8 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = plain_targets(func, args, kwargs) if isinstance(first._local_tensor, PerRank) else []
     for plain in targets:
         whole[id(plain)] = spread(plain, list(members_of(first.device_mesh)))
-    result = map_ranks(_drawing_alike(func), *_swap(args, whole), **_swap(kwargs, whole))
+    run = _drawing_alike(func, args, kwargs, first.device_mesh)
+    result = map_ranks(run, *_swap(args, whole), **_swap(kwargs, whole))
     for t in written:
         write_back(t, whole[id(t)])
     if isinstance(result, tuple) and place_returned(func) is not None:
@@ -65,14 +68,19 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _wrap(result, first._spec) if target is None else target
 
 
-def _drawing_alike(func: Any) -> Callable[..., Any]:
-    """An op that draws at random draws the same on each rank that is played here, as equal seeds do on processes."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+def _drawing_alike(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+) -> Callable[..., Any]:
+    """An op that draws at random draws the same on each rank, by its place in the stream."""
+    if not draws_now(func, args, kwargs):
         return func  # type: ignore[no-any-return]
-    before = torch.get_rng_state()
+    generator = next((v for v in [*args, *kwargs.values()] if isinstance(v, torch.Generator)), None)
+    if generator is None:
+        return borrowing(func, next_draw(mesh))
+    before = generator.get_state()
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        torch.set_rng_state(before)
+        generator.set_state(before)
         return func(*args, **kwargs)
 
     return drawn

@@ -1,0 +1,173 @@
+"""Ops that fill a tensor with random numbers: each rank makes those of its block, and they are the whole's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import PerRank, coord_of, members_of
+from shardwise.layout import Layout, LayoutError, owned
+from shardwise.random import (
+    Cells,
+    bernoulli,
+    cauchy,
+    exponential,
+    geometric,
+    integers,
+    log_normal,
+    normal,
+    random_range,
+    uniform,
+)
+from shardwise.random.philox import Draw
+from shardwise.tensor.autograd import redistributed
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.seeds import draw_from
+
+__all__ = ["FILLS", "Make", "fill", "filled_blocks"]
+
+aten = torch.ops.aten
+
+Make = Callable[[Draw, Cells, torch.dtype, torch.device], Tensor]
+"""Numbers for some cells of a tensor: `make(draw, cells, dtype, device)`."""
+
+
+def fill(func: Any, x: Tensor, make: Callable[..., Tensor], generator: Any, *others: Tensor) -> Tensor:
+    """Write the numbers of one call into a tensor, plain or distributed; `others` are read, in blocks that match its own.
+
+    `make` takes the draw, the cells, dtype and device of a block, and the blocks of the others.
+    """
+    if isinstance(x, DTensor):
+        _check_whole(func, x)
+        draw = draw_from(generator, x.device_mesh)
+        read = [_like(t, x) for t in others]
+        values = filled_blocks(x.device_mesh, x.layout, draw, make, x.dtype, x._local_tensor, read)
+        _write(x._local_tensor, values)
+    else:
+        draw = draw_from(generator)
+        if x.device.type != "meta" and x.numel():
+            read = [t.expand(x.shape) for t in others]
+            x.copy_(make(draw, Cells(x.shape), x.dtype, x.device, *read))
+    return x
+
+
+def filled_blocks(
+    mesh: DeviceMesh,
+    layout: Layout,
+    draw: Draw,
+    make: Callable[..., Tensor],
+    dtype: torch.dtype,
+    block: Tensor,
+    others: list[Tensor],
+) -> dict[int | None, Tensor]:
+    """The numbers of each block this process has, by rank; a real process has one at most, under None."""
+    if block.device.type == "meta":
+        return {}
+    if isinstance(block, PerRank):
+        made: dict[Any, Tensor] = {}
+        out: dict[int | None, Tensor] = {}
+        for rank, coord in members_of(mesh).items():
+            here = owned(layout, coord)
+            read = [t.of_rank(rank) if isinstance(t, PerRank) else t for t in others]
+            if read:
+                out[rank] = make(draw, Cells(layout.shape, here), dtype, block.device, *read)
+                continue
+            key = tuple(i if isinstance(i, range) else tuple(i) for i in here)
+            if key not in made:  # ranks that hold copies hold the same
+                made[key] = make(draw, Cells(layout.shape, here), dtype, block.device)
+            out[rank] = made[key]
+        return out
+    coord_here = coord_of(mesh)
+    if coord_here is None:
+        return {}
+    return {None: make(draw, Cells(layout.shape, owned(layout, coord_here)), dtype, block.device, *others)}
+
+
+def _write(block: Tensor, values: dict[int | None, Tensor]) -> None:
+    for rank, value in values.items():
+        into = block.of_rank(rank) if isinstance(block, PerRank) and rank is not None else block
+        into.copy_(value)
+
+
+def _like(t: Tensor, x: DTensor) -> Tensor:
+    """The block of a tensor that matches another's, which it is broadcast to."""
+    if not isinstance(t, DTensor):
+        layout = Layout.replicated(t.shape, x.layout.axes)
+        t = DTensor.from_local(t, x.device_mesh, layout.placements, run_check=False)
+    wide = t.expand(x.shape)
+    return redistributed(wide, x.layout)._local_tensor  # type: ignore[arg-type]
+
+
+def _check_whole(func: Any, x: DTensor) -> None:
+    if not x.layout.partial:
+        return
+    raise LayoutError(
+        f"{func} cannot fill {x._spec}.",
+        why="what is pending on an axis is a part of a value; a random number is drawn whole",
+        fix="redistribute it to Replicate() or Shard(dim) first, or fill a new tensor: torch.empty_like(x)",
+    )
+
+
+def _check(func: Any, x: Tensor, *args: Any) -> None:
+    """Have torch check the arguments, on one number that nobody sees."""
+    func(torch.empty(1, dtype=x.dtype), *args, generator=_nobodys)
+
+
+_nobodys = torch.Generator()
+
+
+def _filling(func: Any, number: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An op that fills a tensor with numbers of one kind, which its other arguments describe."""
+    names = [a.name for a in func._schema.arguments[1:-1]]
+    defaults = [a.default_value for a in func._schema.arguments[1:-1]]
+
+    def run(x: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        given = [*args, *(kwargs.get(n, d) for n, d in list(zip(names, defaults, strict=True))[len(args) :])]
+        _check(func, x, *given)
+        return fill(func, x, partial(_made, number, tuple(given)), generator)
+
+    return run
+
+
+def _made(
+    number: Callable[..., Tensor], args: tuple[Any, ...], draw: Draw, cells: Cells, dtype: Any, device: Any
+) -> Tensor:
+    return number(draw, cells, dtype, device, *args)
+
+
+def _any_integers(draw: Draw, cells: Cells, dtype: torch.dtype, device: Any, *bounds: int | None) -> Tensor:
+    """Whole numbers up to a bound, or between two, or in the range that torch has for the dtype."""
+    low, high = (None, *bounds)[-2:] if bounds else (None, None)
+    return integers(draw, cells, dtype, device, *random_range(dtype, low, high))
+
+
+def _by_chances(x: Tensor, p: Tensor, generator: Any = None) -> Tensor:
+    """Ones with the chances that another tensor says."""
+    if p.numel() and not bool(((p >= 0) & (p <= 1)).all()):
+        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
+    return fill(aten.bernoulli_.Tensor, x, bernoulli, generator, p)
+
+
+_NUMBERS: dict[Any, Callable[..., Tensor]] = {
+    aten.uniform_.default: uniform,
+    aten.normal_.default: normal,
+    aten.bernoulli_.float: bernoulli,
+    aten.exponential_.default: exponential,
+    aten.cauchy_.default: cauchy,
+    aten.log_normal_.default: log_normal,
+    aten.geometric_.default: geometric,
+    aten.random_.default: _any_integers,
+    aten.random_.to: _any_integers,
+    getattr(aten.random_, "from"): _any_integers,
+}
+
+FILLS: dict[Any, Callable[..., Tensor]] = {
+    **{func: _filling(func, number) for func, number in _NUMBERS.items()},
+    aten.bernoulli_.Tensor: _by_chances,
+}
+"""By op that writes to its first argument and returns it."""

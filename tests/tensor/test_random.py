@@ -1,0 +1,160 @@
+"""The same random numbers on any mesh: each program draws on DTensors what it draws on one device, to the bit."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
+from torch.nn import init
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise import LayoutError, Partial, Replicate, Shard
+from shardwise.comm import counting
+
+MESHES = {
+    "2": ((2,), [Shard(0)]),
+    "2, along rows": ((2,), [Shard(1)]),
+    "2, copies": ((2,), [Replicate()]),
+    "3": ((3,), [Shard(0)]),
+    "3, along rows": ((3,), [Shard(1)]),
+    "2x2": ((2, 2), [Shard(0), Shard(1)]),
+    "2x2, one dim": ((2, 2), [Shard(1), Shard(1)]),
+    "2x2, copies": ((2, 2), [Replicate(), Shard(0)]),
+}
+
+
+def mesh_of(shape):
+    return sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+def whole(t):
+    if isinstance(t, sw.DTensor):
+        ranks = t.full_tensor()
+        ranks = list(ranks.ranks) if isinstance(ranks, sw.PerRank) else [ranks]
+        assert all(torch.equal(r, ranks[0]) or r.isnan().any() for r in ranks), "ranks differ"
+        return ranks[0]
+    return t
+
+
+X = torch.arange(35, dtype=torch.float32).view(5, 7).sin()
+IMAGE = torch.arange(2 * 6 * 4 * 5, dtype=torch.float32).view(2, 6, 4, 5).cos()
+INTS = torch.arange(35).view(5, 7)
+
+DRAWN = {
+    "normal_": lambda x, i, n: [x.clone().normal_(), x.clone().normal_(2, 3), x.double().normal_(), x.bfloat16().normal_()],
+    "uniform_": lambda x, i, n: [x.clone().uniform_(), x.clone().uniform_(-1, 4), x.double().uniform_(), x.half().uniform_()],
+    "bernoulli_": lambda x, i, n: [x.clone().bernoulli_(), x.clone().bernoulli_(0.2), n.clone().bernoulli_(0.7), (x > 0).bernoulli_(0.4)],
+    "bernoulli_ of chances": lambda x, i, n: [x.clone().bernoulli_(x.abs()), x.clone().bernoulli_(x[:1].abs()), n.clone().bernoulli_(x.abs().double())],
+    "exponential_": lambda x, i, n: [x.clone().exponential_(), x.clone().exponential_(3.0), x.double().exponential_(0.5)],
+    "cauchy_": lambda x, i, n: [x.clone().cauchy_(), x.clone().cauchy_(1, 2)],
+    "log_normal_": lambda x, i, n: [x.clone().log_normal_(), x.clone().log_normal_(0.5, 0.3)],
+    "geometric_": lambda x, i, n: [x.clone().geometric_(0.4), n.clone().geometric_(0.1)],
+    "random_": lambda x, i, n: [x.clone().random_(), x.clone().random_(10), n.clone().random_(-3, 9), n.clone().random_(), n.to(torch.uint8).random_(), (n > 3).random_(), n.clone().random_(-5, None)],
+    "complex": lambda x, i, n: [x.to(torch.complex64).normal_(), torch.randn_like(x, dtype=torch.complex64)],
+    "like": lambda x, i, n: [torch.rand_like(x), torch.randn_like(x), torch.rand_like(x, dtype=torch.float64), torch.randint_like(x, 10), torch.randint_like(n, -5, 5), torch.randn_like(i)],
+    "bernoulli": lambda x, i, n: [torch.bernoulli(x.abs()), torch.bernoulli(x, 0.3), torch.bernoulli(x.abs().double())],
+    "dropout": lambda x, i, n: [F.dropout(x, 0.3), F.dropout(x.clone(), 0.3, inplace=True), F.dropout(x, 0.0), F.dropout(x, 1.0), F.dropout(x, 0.5, training=False), *torch.native_dropout(x, 0.25, True)],
+    "dropout of features": lambda x, i, n: [F.dropout1d(i[0], 0.5), F.dropout2d(i, 0.5), F.dropout3d(i[..., None], 0.5), F.dropout2d(i.clone(), 0.3, inplace=True), F.feature_alpha_dropout(i, 0.3), F.feature_alpha_dropout(i.clone(), 0.3, inplace=True), F.dropout2d(i, 1.0), F.dropout2d(i, 0.4, training=False)],
+    "alpha dropout": lambda x, i, n: [F.alpha_dropout(x, 0.3, True), F.alpha_dropout(x.clone(), 0.3, True, inplace=True)],
+    "rrelu": lambda x, i, n: [F.rrelu(x, training=True), F.rrelu(x.clone(), 0.1, 0.9, training=True, inplace=True), F.rrelu(x)],
+    "normal of tensors": lambda x, i, n: [torch.normal(x, 2.0), torch.normal(0.5, x.abs()), torch.normal(x, x.abs()), torch.normal(x[:, :1], x.abs())],
+    "multinomial": lambda x, i, n: [torch.multinomial(x.abs() + 0.1, 3), torch.multinomial(x.abs() + 0.1, 9, replacement=True), torch.multinomial(x[0].abs() + 0.1, 2), torch.multinomial(x.abs() + 0.1, 1)],
+    "poisson": lambda x, i, n: [torch.poisson(x.abs() * 3), torch.poisson(x.abs() * 100), torch.poisson(x.double().abs())],
+    "other distributions": lambda x, i, n: [torch.binomial(n.float(), x.abs()), torch._standard_gamma(x.abs() + 0.5), torch._sample_dirichlet(x.abs() + 0.5)],
+    "views": lambda x, i, n: [x.clone().t().normal_(), x.clone().view(-1).uniform_(), i.clone().flatten(1, 2).normal_(), i.clone().transpose(1, 3).uniform_()],
+    "parts": lambda x, i, n: [_part_filled(x)],
+    "out": lambda x, i, n: [torch.bernoulli(x.abs(), out=torch.empty_like(x)), torch.normal(x, 1.0, out=torch.empty_like(x))],
+    "twice": lambda x, i, n: [torch.rand_like(x), torch.rand_like(x)],
+}  # fmt: skip
+
+
+def _part_filled(x):
+    y = x.clone()
+    y[:, 2:5].normal_()
+    y[1].uniform_()
+    y[:, 0].fill_(3)
+    return y
+
+
+CLOSE = {
+    "attention": lambda x, i, n: [
+        F.scaled_dot_product_attention(i, i * 2, i * 3, dropout_p=0.3),
+        F.scaled_dot_product_attention(i, i, i, is_causal=True, dropout_p=0.1),
+    ],
+    "gumbel": lambda x, i, n: [F.gumbel_softmax(x), F.gumbel_softmax(x, hard=True)],
+    "trunc_normal_": lambda x, i, n: [init.trunc_normal_(x.clone()), init.trunc_normal_(x.clone(), 1, 2, -1, 3)],
+    "xavier": lambda x, i, n: [init.xavier_uniform_(x.clone()), init.xavier_normal_(i.clone())],
+    "kaiming": lambda x, i, n: [
+        init.kaiming_uniform_(x.clone(), a=5**0.5),
+        init.kaiming_normal_(i.clone(), mode="fan_out"),
+    ],
+    "orthogonal": lambda x, i, n: [init.orthogonal_(x.clone()), init.orthogonal_(i.clone(), gain=2)],
+    "constants": lambda x, i, n: [
+        init.eye_(x.clone()),
+        init.dirac_(i.clone()),
+        init.zeros_(x.clone()),
+        init.ones_(x.clone()),
+        init.constant_(x.clone(), 3),
+    ],
+    "uniform and normal": lambda x, i, n: [init.uniform_(x.clone(), 1, 2), init.normal_(i.clone(), 1, 2)],
+}
+
+
+def on_one_device(program):
+    sw.manual_seed(11)
+    with sw.one_device():
+        return program(X.clone(), IMAGE.clone(), INTS.clone())
+
+
+def on_a_mesh(program, shape, lies):
+    mesh = mesh_of(shape)
+    given = [sw.distribute_tensor(t, mesh, lies) for t in (X, IMAGE, INTS)]
+    sw.manual_seed(11)
+    return [whole(t) for t in program(*given)]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("where", MESHES)
+def test_the_same_bits_as_on_one_device(where, name):
+    expected = on_one_device(DRAWN[name])
+    shape, lies = MESHES[where]
+    with sw.simulate(6):
+        got = on_a_mesh(DRAWN[name], shape, lies)
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.dtype == b.dtype, number
+        assert torch.equal(a, b), number
+
+
+@pytest.mark.parametrize("name", CLOSE)
+@pytest.mark.parametrize("where", MESHES)
+def test_the_same_numbers_where_others_are_made_of_them(where, name):
+    expected = on_one_device(CLOSE[name])
+    shape, lies = MESHES[where]
+    with sw.simulate(6):
+        got = on_a_mesh(CLOSE[name], shape, lies)
+    torch.testing.assert_close(got, expected)
+
+
+def on_processes():
+    wrong = []
+    for where, (shape, lies) in MESHES.items():
+        if shape == (3,):
+            continue
+        mesh = (
+            mesh_of(shape) if shape == (2, 2) else sw.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
+        )
+        for name, program in (DRAWN | CLOSE).items():
+            given = [sw.distribute_tensor(t, mesh, lies) for t in (X, IMAGE, INTS)]
+            if mesh.get_coordinate() is None:
+                continue
+            sw.manual_seed(11)
+            got = [t.full_tensor() if isinstance(t, sw.DTensor) else t for t in program(*given)]
+            for number, (a, b) in enumerate(zip(got, on_one_device(program), strict=True)):
+                same = torch.equal(a, b) if name in DRAWN else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+                if a.dtype != b.dtype or not same:
+                    wrong.append((where, name, number))
+    return wrong
+
+
+@pytest.mark.processes
+def test_the_same_bits_on_real_processes(workers):
+    assert workers.run(on_processes) == [[]] * 4
