@@ -1,0 +1,28 @@
+"""Random numbers that are a function of seed, stream position and global element index, never of the layout.
+
+In the order to read: `philox` makes words, `cells` says which elements a block holds, `fill` turns the one into values
+of the other by a recipe, and the rest are recipes, written once for NumPy and torch with `arrays` and `elementary`.
+"""
+
+from shardwise.random.cells import Cells
+from shardwise.random.choices import bernoulli, integers, random_range
+from shardwise.random.normal import log_normal, normal
+from shardwise.random.permutation import permutation
+from shardwise.random.philox import Draw
+from shardwise.random.uniform import uniform
+from shardwise.random.waits import cauchy, exponential, geometric
+
+__all__ = [
+    "Cells",
+    "Draw",
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "integers",
+    "log_normal",
+    "normal",
+    "permutation",
+    "random_range",
+    "uniform",
+]
