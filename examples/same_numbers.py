@@ -125,7 +125,9 @@ def world(shape: tuple[int, ...]) -> Iterator[Any]:
 def main() -> None:
     torch.set_num_threads(1)  # the tensors are small
     reference: list[float] = []
-    print(f"{'':12}{'first weights':>15}{'a mask':>15}{'first loss':>12}{'last loss':>12}{'largest difference':>20}")
+    print(
+        f"{'':12}{'first weights':>15}{'a mask':>15}{'first loss':>12}{'last loss':>12}{'largest difference':>20}"
+    )
     for name, shape in WAYS.items():
         with world(shape) as mesh:
             weights, mask, losses = train(mesh)

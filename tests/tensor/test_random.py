@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 from torch.nn import init
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import LayoutError, Partial, Replicate, Shard
-from shardwise.comm import counting
+from shardwise import Replicate, Shard
 
 MESHES = {
     "2": ((2,), [Shard(0)]),
@@ -81,7 +79,10 @@ CLOSE = {
         F.scaled_dot_product_attention(i, i, i, is_causal=True, dropout_p=0.1),
     ],
     "gumbel": lambda x, i, n: [F.gumbel_softmax(x), F.gumbel_softmax(x, hard=True)],
-    "trunc_normal_": lambda x, i, n: [init.trunc_normal_(x.clone()), init.trunc_normal_(x.clone(), 1, 2, -1, 3)],
+    "trunc_normal_": lambda x, i, n: [
+        init.trunc_normal_(x.clone()),
+        init.trunc_normal_(x.clone(), 1, 2, -1, 3),
+    ],
     "xavier": lambda x, i, n: [init.xavier_uniform_(x.clone()), init.xavier_normal_(i.clone())],
     "kaiming": lambda x, i, n: [
         init.kaiming_uniform_(x.clone(), a=5**0.5),
@@ -140,7 +141,9 @@ def on_processes():
         if shape == (3,):
             continue
         mesh = (
-            mesh_of(shape) if shape == (2, 2) else sw.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
+            mesh_of(shape)
+            if shape == (2, 2)
+            else sw.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
         )
         for name, program in (DRAWN | CLOSE).items():
             given = [sw.distribute_tensor(t, mesh, lies) for t in (X, IMAGE, INTS)]

@@ -158,7 +158,9 @@ def test_nothing_is_sent(mesh):
 
 def test_every_call_has_numbers_of_its_own(mesh):
     sw.manual_seed(5)
-    seen = [values(sw.rand(4, 4, device_mesh=mesh, placements=p)) for p in ([Shard(0)] * 2, [Replicate()] * 2)]
+    seen = [
+        values(sw.rand(4, 4, device_mesh=mesh, placements=p)) for p in ([Shard(0)] * 2, [Replicate()] * 2)
+    ]
     seen += [values(torch.rand_like(drawn(mesh)))[:, :4] for _ in range(3)]
     numbers = torch.cat([t.flatten() for t in seen])
     assert len(numbers.unique()) == len(numbers)
