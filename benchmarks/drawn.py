@@ -15,11 +15,11 @@ from shardwise.comm import members_of
 __all__ = ["distributed", "flat", "swap"]
 
 
-def distributed(t: Tensor, mesh: sw.DeviceMesh, draw: random.Random) -> Any:
-    """A dense tensor on a mesh in a drawn layout."""
+def distributed(t: Tensor, mesh: sw.DeviceMesh, draw: random.Random, pending: bool = True) -> Any:
+    """A dense tensor on a mesh in a drawn layout, with `pending` parts or without."""
     placements = [_placement(t, n, draw) for n in mesh.shape]
-    pending = {p.reduce_op for p in placements if isinstance(p, sw.Partial)}
-    if len(pending) > 1:  # one kind of reduction per tensor: others do not mix
+    kinds = {p.reduce_op for p in placements if isinstance(p, sw.Partial)}
+    if len(kinds) > 1 or not pending:  # one kind of reduction per tensor: others do not mix
         placements = [sw.Replicate() if isinstance(p, sw.Partial) else p for p in placements]
     cut = [sw.Replicate() if isinstance(p, sw.Partial) else p for p in placements]
     x = sw.distribute_tensor(t.detach(), mesh, cut)
@@ -31,10 +31,10 @@ def distributed(t: Tensor, mesh: sw.DeviceMesh, draw: random.Random) -> Any:
     for rank, coord in members_of(mesh).items():
         block = x.to_local().of_rank(rank)
         # all draw alike: ranks that share a block have the same parts of it, and each takes its own
-        parts = _parts(block, mesh.shape[axes[0]], *pending, random.Random(seed))
+        parts = _parts(block, mesh.shape[axes[0]], *kinds, random.Random(seed))
         mine = parts[coord[axes[0]]]
         if any(coord[a] for a in axes[1:]):
-            mine = torch.zeros_like(mine) if pending == {"sum"} else mine
+            mine = torch.zeros_like(mine) if kinds == {"sum"} else mine
         blocks[rank] = mine
     made = sw.DTensor.from_local(sw.PerRank(blocks), mesh, placements, shape=t.shape, stride=t.stride())
     return made.detach()

@@ -14,11 +14,13 @@ from torch import Tensor
 import shardwise as sw
 from benchmarks.cheaper import cheaper
 from benchmarks.drawn import distributed, flat, swap
-from benchmarks.excluded import NAN_GRADIENTS, is_random, is_unset
+from benchmarks.excluded import FILLED, NAN_GRADIENTS, excluded
 from benchmarks.rounding import differs, same_up_to_rounding
 from shardwise.tensor.rungs import Ran, watching
 
 __all__ = ["Verdict", "check"]
+
+_SEED = 5
 
 
 @dataclass
@@ -70,9 +72,11 @@ def _evaluated(
         return x
 
     i, a, k = swap((sample.input, sample.args, sample.kwargs), leaf)
-    result = op(i, *a, **k)
+    with sw.fork_rng(), sw.one_device():
+        sw.manual_seed(_SEED)
+        result = op(i, *a, **k)
     with torch.no_grad():
-        outs = [_whole(out, alike=not is_unset(op)) for out in flat(result)]
+        outs = [_whole(out, alike=not excluded(op)) for out in flat(result)]
     loss = _loss(sample.output_process_fn_grad(result))
     if loss is not None:
         loss.backward()
@@ -118,7 +122,7 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
     seen: list[str] = []
 
     def put(t: Tensor) -> Any:
-        x = distributed(t, mesh, draw)
+        x = distributed(t, mesh, draw, pending=op.full_name not in FILLED)
         seen.append(str(x._spec))
         return x
 
@@ -138,9 +142,9 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
         verdict.why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} {where}"
         return verdict
     where = f"on {seen} args {_short(sample.args)} {_short(sample.kwargs)}"
-    random_values = is_random(op, sample)
-    if why := _compared(op, mine, outs, mine_grads, grads, bool(random_values)):
-        rounded = not random_values and same_up_to_rounding(
+    unset = bool(excluded(op))
+    if why := _compared(op, mine, outs, mine_grads, grads, unset):
+        rounded = not unset and same_up_to_rounding(
             lambda put: _evaluated(op, sample, put, wants), (mine, mine_grads), (outs, grads)
         )
         verdict.kind, verdict.why = ("rounded" if rounded else "wrong"), f"{why} {where}"
@@ -148,13 +152,13 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
 
 
 def _compared(
-    op: Any, mine: list[Any], outs: list[Any], my_grads: list[Any], grads: list[Any], random: bool
+    op: Any, mine: list[Any], outs: list[Any], my_grads: list[Any], grads: list[Any], unset: bool
 ) -> str:
     """What differs in results or gradients beyond the tolerance of the dtype; empty if nothing."""
     if len(mine) != len(outs):
         return f"{len(mine)} results, not {len(outs)}"
     for number, (got, want) in enumerate(zip(mine, outs, strict=True)):
-        if why := differs(got, want, values=not random):
+        if why := differs(got, want, values=not unset):
             return f"result {number}: {why}"
     for number, (got, want) in enumerate(zip(my_grads, grads, strict=True)):
         if got is None and want is None:
@@ -163,7 +167,7 @@ def _compared(
         pair = (zero if got is None else got, zero if want is None else want)
         if op.name in NAN_GRADIENTS:
             pair = (torch.where(pair[1].isnan(), pair[1], pair[0]), pair[1])
-        if why := differs(*pair, values=not random):
+        if why := differs(*pair, values=not unset):
             return f"gradient of tensor {number}: {why}"
     return ""
 

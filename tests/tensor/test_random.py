@@ -6,7 +6,7 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 from torch.nn import init
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import LayoutError, Replicate, Shard
 
 MESHES = {
     "2": ((2,), [Shard(0)]),
@@ -161,3 +161,14 @@ def on_processes():
 @pytest.mark.processes
 def test_the_same_bits_on_real_processes(workers):
     assert workers.run(on_processes) == [[]] * 4
+
+
+def test_plain_tensors_that_torch_makes_pass_inside_one_device_and_others_do_not():
+    with sw.simulate(2), sw.one_device():
+        mesh = mesh_of((2,))
+        x = sw.distribute_tensor(torch.ones(2, 2, 4, 4), mesh, [Shard(0)])
+        assert x[:, [0, 1]].shape == x.shape
+        assert F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.1).shape == x.shape
+        held = torch.ones(4)
+        with pytest.raises(LayoutError, match="mixed"):
+            x + held

@@ -121,6 +121,11 @@ def test_another_state_is_refused():
         sw.set_rng_state(torch.get_rng_state())
 
 
+def _fail_after_drawing():
+    drawn()
+    sw.rand(3, dtype=torch.int64)
+
+
 def test_a_fork_leaves_the_stream_where_it_was():
     sw.manual_seed(2)
     expected = [drawn(), drawn()]
@@ -133,8 +138,7 @@ def test_a_fork_leaves_the_stream_where_it_was():
         torch.manual_seed(8)
         drawn()
     with pytest.raises(LayoutError), sw.fork_rng():
-        drawn()
-        sw.rand(3, dtype=torch.int64)
+        _fail_after_drawing()
     assert torch.equal(first, expected[0])
     assert torch.equal(drawn(), expected[1])
     with sw.fork_rng(enabled=False):

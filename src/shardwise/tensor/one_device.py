@@ -16,6 +16,7 @@ from shardwise.random.borrowed import borrowing, draws_now
 from shardwise.tensor.drawn import draws
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeds import draw_from
+from shardwise.tensor.whole import passing_on
 
 __all__ = ["one_device"]
 
@@ -46,13 +47,17 @@ def one_device() -> Iterator[None]:
         yield
 
 
+_HELD_HERE = 3  # by `args`, by the call, and what C++ code made has an owner there
+
+
 class _Drawing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            return func(*args, **kwargs)
+            with passing_on(_HELD_HERE):
+                return func(*args, **kwargs)
         run = _NEW.get(func) or draws(func)
         if run is not None:
             return run(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "is_held",
     "off_mesh",
     "on_whole",
+    "passing_on",
     "place_returned",
     "plain_targets",
     "plans_to_whole",
@@ -166,10 +168,24 @@ _UNHELD_BASE = 3  # the name in `is_held`, its argument, and the op that made it
 
 def is_held(t: Tensor) -> bool:
     """Whether the program holds a tensor, or what it is a view of, and not only the arguments of the op that runs."""
-    if sys.getrefcount(t) > _UNHELD:
+    if sys.getrefcount(t) > _UNHELD + _passed_on:
         return True
     base = t._base
     return base is not None and sys.getrefcount(base) > _UNHELD_BASE
+
+
+_passed_on = 0  # how many more refer to each argument because a dispatch mode of ours passes it on
+
+
+@contextmanager
+def passing_on(references: int) -> Iterator[None]:
+    """Inside, arguments come through Python code that holds this many references to each."""
+    global _passed_on
+    _passed_on += references
+    try:
+        yield
+    finally:
+        _passed_on -= references
 
 
 def _torchs_own(func: Any) -> bool:
@@ -177,9 +193,8 @@ def _torchs_own(func: Any) -> bool:
     if any(name in func._schema.name for name in ("embedding_bag", "fractional_max_pool")):
         return True  # offsets, and where regions begin, drawn where the caller gives none
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise"):
-        frame = frame.f_back  # type: ignore[assignment]
-    while frame is not None and (module := str(frame.f_globals.get("__name__"))).startswith("torch"):
+    ours_or_torchs = ("shardwise.", "torch.")
+    while frame is not None and (module := str(frame.f_globals.get("__name__"))).startswith(ours_or_torchs):
         if module.startswith(_HELPS_ITSELF) or frame.f_code.co_name == "_unravel_index":
             return True
         frame = frame.f_back  # type: ignore[assignment]
