@@ -72,7 +72,7 @@ class _Shuffle:
         return (word >> 1 & (2**63 - 1)) % size
 
     def _of(self, digit: Tensor, r: int) -> Tensor:
-        return self._made(digit, r) if self._tables is None else self._tables[r][digit]
+        return self._made(digit, r) if self._tables is None else self._tables[r].index_select(0, digit)
 
     def _once(self, index: Tensor) -> Tensor:
         outer, inner = index // self._inner, index % self._inner
@@ -85,6 +85,6 @@ class _Shuffle:
 
     def __call__(self, index: Tensor) -> Tensor:
         out = self._once(index)
-        while (outside := out >= self._n).any():
-            out[outside] = self._once(out[outside])
+        while (outside := (out >= self._n).nonzero().view(-1)).numel():
+            out.index_copy_(0, outside, self._once(out.index_select(0, outside)))
         return out

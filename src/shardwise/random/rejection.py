@@ -24,9 +24,18 @@ from shardwise.random.philox import Draw, counters, philox
 __all__ = ["binomial", "gamma", "poisson"]
 
 _FEW = 10.0  # up to this mean the numbers are few enough to go through
+_NEVER = 200  # numbers of such a mean are below this but for rounding
 
-Try = Callable[[Tensor, "Tries"], tuple[Tensor, Tensor]]
+Try = Callable[[Tensor], tuple[Tensor, Tensor]]
 """The numbers of some elements (by their place in the part) at a try, and which of them are accepted."""
+
+
+def _pick(x: Tensor, places: Tensor) -> Tensor:
+    return x.index_select(0, places)  # x[places] would wake torch's threads for a few thousand elements
+
+
+def _where(condition: Tensor) -> Tensor:
+    return condition.nonzero().view(-1)
 
 
 class Tries:
@@ -42,7 +51,7 @@ class Tries:
             raise RuntimeError(
                 "a random number was not accepted in 65535 tries, which happens with NaN or infinity only"
             )
-        a, b, c, d = philox(counters(self._draw, self._index[places], self.lane), self._draw.seed)
+        a, b, c, d = philox(counters(self._draw, _pick(self._index, places), self.lane), self._draw.seed)
         return a | b << 32, c | d << 32
 
     def uniforms(self, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,9 +62,10 @@ class Tries:
     def until_accepted(self, places: Tensor, attempt: Try, out: Tensor) -> None:
         """Tries for some elements until each has a number, which is then in `out`."""
         while places.numel():
-            value, accepted = attempt(places, self)
-            out[places[accepted]] = value[accepted]
-            places = places[~accepted]
+            value, accepted = attempt(places)
+            yes = _where(accepted)
+            out.index_copy_(0, _pick(places, yes), _pick(value, yes))
+            places = _pick(places, _where(~accepted))
 
 
 def _parts(draw: Draw, cells: Cells, *given: Tensor) -> Iterator[tuple[slice, Tries, list[Tensor]]]:
@@ -131,10 +141,12 @@ def poisson(draw: Draw, cells: Cells, rates: Tensor) -> Tensor:
     for part, tries, (rate,) in _parts(draw, cells, rates):
         value = torch.zeros_like(rate)
         few = rate < _FEW
-        _count_up(few.nonzero().view(-1), tries, value, _power(-torch.where(few, rate, 0.0)), rate, None)
-        tries.until_accepted(
-            (~few).nonzero().view(-1), lambda at, t, rate=rate: _try_poisson(rate[at], *t.uniforms(at)), value
-        )
+        _count_up(_where(few), tries, value, _power(-torch.where(few, rate, 0.0)), rate, None)
+
+        def attempt(at: Tensor, rate: Tensor = rate, tries: Tries = tries) -> tuple[Tensor, Tensor]:
+            return _try_poisson(_pick(rate, at), *tries.uniforms(at))
+
+        tries.until_accepted(_where(~few), attempt, value)
         out[part] = value
     return out.view(cells.shape)
 
@@ -147,20 +159,19 @@ def _count_up(
     The probability of k is that of k - 1 times ratio / k, and times count - k + 1 where there is a count.
     """
     left, _ = tries.uniforms(places)
-    chance, k = none[places], 0
-    while places.numel():
+    chance, k = _pick(none, places), 0
+    while places.numel() and k < _NEVER:
         left = left - chance
-        on = left > 0
-        k += 1
-        if k > 200:
-            break  # beyond any probability float64 can hold
-        out[places[~on]] = float(k - 1)
-        places, left, chance = places[on], left[on], chance[on]
-        chance = chance * ratio[places]
-        chance *= 1.0 / k
+        reached = _pick(places, _where(left <= 0))
+        out.index_copy_(0, reached, torch.full_like(reached, k, dtype=out.dtype))
+        on = _where(left > 0)
+        places, left, chance = _pick(places, on), _pick(left, on), _pick(chance, on)
         if count is not None:
-            chance *= count[places] - float(k - 1)
-    out[places] = float(k - 1)
+            chance *= _pick(count, places) - float(k)
+        k += 1
+        chance *= _pick(ratio, places)
+        chance *= 1.0 / k
+    out.index_copy_(0, places, torch.full_like(places, k, dtype=out.dtype))
 
 
 def _try_poisson(rate: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,12 +223,12 @@ def binomial(draw: Draw, cells: Cells, count: Tensor, prob: Tensor) -> Tensor:
         value = torch.zeros_like(n)
         few = n * p < _FEW
         none = _power(torch.where(few, n, 0.0) * _log(1.0 - p))
-        _count_up(few.nonzero().view(-1), tries, value, none, p / (1.0 - p), n)
-        tries.until_accepted(
-            (~few).nonzero().view(-1),
-            lambda at, t, n=n, p=p: _try_binomial(n[at], p[at], *t.uniforms(at)),
-            value,
-        )
+        _count_up(_where(few), tries, value, none, p / (1.0 - p), n)
+
+        def attempt(at: Tensor, n: Tensor = n, p: Tensor = p, tries: Tries = tries) -> tuple[Tensor, Tensor]:
+            return _try_binomial(_pick(n, at), _pick(p, at), *tries.uniforms(at))
+
+        tries.until_accepted(_where(~few), attempt, value)
         value = torch.minimum(value, n)
         out[part] = torch.where(flipped, n - value, value)
     return out.view(cells.shape)
@@ -276,7 +287,11 @@ def gamma(draw: Draw, cells: Cells, alpha: Tensor) -> Tensor:
         boost, _ = tries.uniforms(every)
         shape_up = torch.where(boosted, shape + 1.0, shape)
         value = torch.empty_like(shape)
-        tries.until_accepted(every, lambda at, t, s=shape_up: _try_gamma(s[at], at, t), value)
+
+        def attempt(at: Tensor, shape: Tensor = shape_up, tries: Tries = tries) -> tuple[Tensor, Tensor]:
+            return _try_gamma(_pick(shape, at), at, tries)
+
+        tries.until_accepted(every, attempt, value)
         # of shape a: one of shape a + 1 times u**(1/a)
         value *= torch.where(boosted, _power(_log(boost) / shape), 1.0)
         out[part] = value.clamp_(min=least)
