@@ -147,17 +147,6 @@ def test_the_size_of_a_chunk_does_not_matter(name: str, chunk: int, monkeypatch:
     assert torch.equal(_memory(make(draw, block)), _memory(expected))
 
 
-def test_threads_do_not_matter() -> None:
-    block, draw, threads = Cells((2**18 + 3,)), Draw(3, 4), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = normal(draw, block, torch.float32)
-        torch.set_num_threads(4)
-        assert torch.equal(normal(draw, block, torch.float32), one)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @given(st.data())
 def test_blocks_of_any_layout_are_parts_of_one_tensor(data: st.DataObject) -> None:
     axes = data.draw(ours.axes(max_count=16))

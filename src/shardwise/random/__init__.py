@@ -9,6 +9,7 @@ from shardwise.random.choices import bernoulli, integers, random_range
 from shardwise.random.normal import log_normal, normal
 from shardwise.random.permutation import permutation
 from shardwise.random.philox import Draw
+from shardwise.random.rejection import binomial, gamma, poisson
 from shardwise.random.uniform import uniform
 from shardwise.random.waits import cauchy, exponential, geometric
 
@@ -16,13 +17,16 @@ __all__ = [
     "Cells",
     "Draw",
     "bernoulli",
+    "binomial",
     "cauchy",
     "exponential",
+    "gamma",
     "geometric",
     "integers",
     "log_normal",
     "normal",
     "permutation",
+    "poisson",
     "random_range",
     "uniform",
 ]

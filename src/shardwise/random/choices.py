@@ -10,14 +10,13 @@ from torch import Tensor
 from shardwise.layout.errors import LayoutError
 from shardwise.random.arrays import Array, at_least, at_most, below, choose, number, top
 from shardwise.random.cells import Cells
-from shardwise.random.fill import Recipe, fill
+from shardwise.random.fill import Recipe, fill, parts
 from shardwise.random.philox import Draw
 from shardwise.random.uniform import PRECISION, last_below
 
 __all__ = ["bernoulli", "integers", "random_range"]
 
 _LOW = 0xFFFFFFFF
-_STEP = 2**16
 
 
 def bernoulli(
@@ -61,8 +60,8 @@ def _each_bernoulli(
     if out is None:
         out = torch.empty(cells.shape, dtype=dtype, device=device)
     flat, chances = out.view(-1), p.reshape(-1)
-    for lo in range(0, cells.numel, _STEP):
-        part = slice(lo, lo + _STEP)
+    for lo, hi in parts(cells.numel, p.device):
+        part = slice(lo, hi)
         flat[part] = (words[part].to(torch.int64) & _LOW) < chances[part].to(torch.float64) * 2**32
     return out
 

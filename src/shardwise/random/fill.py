@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +16,7 @@ from shardwise.random.arrays import Array
 from shardwise.random.cells import Cells
 from shardwise.random.philox import CHUNK, Draw, Lanes, counters, philox
 
-__all__ = ["Recipe", "at", "define", "fill", "words_at"]
+__all__ = ["Recipe", "at", "define", "fill", "parts", "words_at"]
 
 _HALF = np.uint64(32)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -60,7 +58,9 @@ def fill(
         out = torch.empty(cells.shape, dtype=dtype)
     if cells.numel:
         memory = out.view(torch.int16) if dtype == torch.bfloat16 else out
-        _run(draw, cells, recipe, memory.numpy().reshape(-1), dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for job in _jobs(cells, recipe.per_block):
+                _make(job, draw, cells, recipe, memory.numpy().reshape(-1), dtype)
     return out
 
 
@@ -81,14 +81,22 @@ def define(
     """The block of a tensor of random values, element by element from its global index."""
     device = torch.device(device)
     out = torch.empty(cells.numel, dtype=dtype, device=device)
-    step = 2**16 if device.type == "cpu" else 2**22  # bounds what is in memory besides the block
-    for lo in range(0, cells.numel, step):
-        hi = min(lo + step, cells.numel)
+    for lo, hi in parts(cells.numel, device):
         values = at(draw, torch.from_numpy(cells.linear(lo, hi)).to(device), recipe)
         if dtype in _LOW_PRECISION:
             values = values.to(torch.float32)  # one way of rounding for all
         out[lo:hi] = values
     return out.view(cells.shape)
+
+
+def parts(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """From where to where each part of a block goes, which bounds what is in memory besides the block.
+
+    On the CPU they are also too small for torch to wake its threads, which costs more than it gains.
+    """
+    step = 2**14 if device.type == "cpu" else 2**22
+    for lo in range(0, count, step):
+        yield lo, min(lo + step, count)
 
 
 def at(draw: Draw, index: Tensor, recipe: Recipe, lane: int = 0) -> Tensor:
@@ -142,22 +150,6 @@ def _jobs(cells: Cells, per: int) -> Iterator[_Job]:
 
 def _blocks_per_run(run: int, per: int) -> int:
     return (run + 2 * per - 2) // per  # of a run that begins anywhere in a block
-
-
-def _run(draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype) -> None:
-    jobs = list(_jobs(cells, recipe.per_block))
-    threads = min(torch.get_num_threads(), len(jobs))
-
-    def work(mine: list[_Job]) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            for job in mine:
-                _make(job, draw, cells, recipe, out, dtype)
-
-    if threads == 1:
-        work(jobs)
-    else:
-        # NumPy lets go of the interpreter while it computes
-        list(_pool(threads).map(work, [jobs[i::threads] for i in range(threads)]))
 
 
 def _make(job: _Job, draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype) -> None:
@@ -226,19 +218,9 @@ def _stored(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
 
 
 _mine = threading.local()
-_pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def _lanes() -> Lanes:
     if not hasattr(_mine, "lanes"):
         _mine.lanes = Lanes()
     return _mine.lanes  # type: ignore[no-any-return]
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    if threads not in _pools:
-        _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="shardwise-random")
-    return _pools[threads]
-
-
-os.register_at_fork(after_in_child=_pools.clear)  # a child has none of its parent's threads

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
 from shardwise.random.cells import Cells
-from shardwise.random.fill import Recipe, at, fill
+from shardwise.random.fill import Recipe, at, fill, parts
 from shardwise.random.philox import Draw
 
 __all__ = ["permutation"]
@@ -18,7 +18,6 @@ SORTED = 4096
 """Up to this size a permutation is made by sorting random words, so that each is as likely as any other."""
 
 _ROUNDS = 12
-_STEP = 2**16
 
 
 def permutation(
@@ -49,8 +48,7 @@ def permutation(
         return words.argsort(stable=True)[index].to(dtype).view(cells.shape)
     out = torch.empty(cells.numel, dtype=dtype, device=device)
     shuffle = _Shuffle(draw, n, cells.numel, device)
-    for lo in range(0, cells.numel, _STEP):
-        hi = min(lo + _STEP, cells.numel)
+    for lo, hi in parts(cells.numel, device):
         out[lo:hi] = shuffle(torch.from_numpy(cells.linear(lo, hi)).to(device))
     return out.view(cells.shape)
 
@@ -74,7 +72,7 @@ class _Shuffle:
         return (word >> 1 & (2**63 - 1)) % size
 
     def _of(self, digit: Tensor, r: int) -> Tensor:
-        return self._made(digit, r) if self._tables is None else self._tables[r][digit]
+        return self._made(digit, r) if self._tables is None else self._tables[r].index_select(0, digit)
 
     def _once(self, index: Tensor) -> Tensor:
         outer, inner = index // self._inner, index % self._inner
@@ -87,6 +85,6 @@ class _Shuffle:
 
     def __call__(self, index: Tensor) -> Tensor:
         out = self._once(index)
-        while (outside := out >= self._n).any():
-            out[outside] = self._once(out[outside])
+        while (outside := (out >= self._n).nonzero().view(-1)).numel():
+            out.index_copy_(0, outside, self._once(out.index_select(0, outside)))
         return out

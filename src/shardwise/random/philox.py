@@ -24,7 +24,7 @@ _ROUNDS = 10
 _LOW = 0xFFFFFFFF
 _BLOCK_BITS = 48
 
-CHUNK = 8192
+CHUNK = 16384
 """How many philox blocks are made at a time on the CPU: what they need then stays in the second-level cache."""
 
 

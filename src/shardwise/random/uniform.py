@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,7 @@ def precision(dtype: torch.dtype, what: str) -> int:
     )
 
 
+@lru_cache(maxsize=256)
 def last_below(value: float, dtype: torch.dtype) -> float:
     """The largest number of a dtype below a value.
 
