@@ -57,7 +57,7 @@ DRAWN = {
     "normal of tensors": lambda x, i, n: [torch.normal(x, 2.0), torch.normal(0.5, x.abs()), torch.normal(x, x.abs()), torch.normal(x[:, :1], x.abs())],
     "multinomial": lambda x, i, n: [torch.multinomial(x.abs() + 0.1, 3), torch.multinomial(x.abs() + 0.1, 9, replacement=True), torch.multinomial(x[0].abs() + 0.1, 2), torch.multinomial(x.abs() + 0.1, 1)],
     "poisson": lambda x, i, n: [torch.poisson(x.abs() * 3), torch.poisson(x.abs() * 100), torch.poisson(x.double().abs())],
-    "other distributions": lambda x, i, n: [torch.binomial(n.float(), x.abs()), torch._standard_gamma(x.abs() + 0.5), torch._sample_dirichlet(x.abs() + 0.5)],
+    "other distributions": lambda x, i, n: [torch.binomial(n.float(), x.abs()), torch._standard_gamma(x.abs() + 0.5)],
     "views": lambda x, i, n: [x.clone().t().normal_(), x.clone().view(-1).uniform_(), i.clone().flatten(1, 2).normal_(), i.clone().transpose(1, 3).uniform_()],
     "parts": lambda x, i, n: [_part_filled(x)],
     "out": lambda x, i, n: [torch.bernoulli(x.abs(), out=torch.empty_like(x)), torch.normal(x, 1.0, out=torch.empty_like(x))],
@@ -78,6 +78,7 @@ CLOSE = {
         F.scaled_dot_product_attention(i, i * 2, i * 3, dropout_p=0.3),
         F.scaled_dot_product_attention(i, i, i, is_causal=True, dropout_p=0.1),
     ],
+    "dirichlet": lambda x, i, n: [torch._sample_dirichlet(x.abs() + 0.5)],
     "gumbel": lambda x, i, n: [F.gumbel_softmax(x), F.gumbel_softmax(x, hard=True)],
     "trunc_normal_": lambda x, i, n: [
         init.trunc_normal_(x.clone()),

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.random import integers
+from shardwise.random import binomial, gamma, integers, poisson
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.fills import FILLS, fill
+from shardwise.tensor.fills import FILLS, Make, fill
 from shardwise.tensor.programs import returning_form, writing_form
 
 __all__ = ["DRAWS", "draws"]
@@ -66,14 +66,53 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     if isinstance(std, Tensor):
         if std.is_complex():
             raise RuntimeError("normal expects standard deviation to be non-complex")
-        if std.numel() and bool((std < 0).any()):
-            raise RuntimeError("normal expects all elements of std >= 0.0")
+        _check_all(std, std >= 0, "normal expects all elements of std >= 0.0")
     elif std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     like = mean + std  # for its shape and layout
     dtype = (mean if isinstance(mean, Tensor) else std).dtype
     out = FILLS[aten.normal_.default](torch.empty_like(like, dtype=dtype), generator=generator)
     return out.mul_(std).add_(mean)
+
+
+def _of(number: Callable[..., Tensor]) -> Make:
+    """Numbers that come in the dtype of the parameters that they have for each element."""
+
+    def make(
+        draw: Any, cells: Any, dtype: Any, device: Any, *given: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        return number(draw, cells, *given)
+
+    return make
+
+
+def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
+    _check_all(rates, rates >= 0, "invalid Poisson rate, expected rate to be non-negative")
+    return fill(aten.poisson.default, torch.empty_like(rates), _of(poisson), generator, rates)
+
+
+def _binomial(count: Tensor, chance: Tensor, generator: Any = None) -> Tensor:
+    _check_all(count, (count >= 0) & (count == count.floor()), "binomial expects whole, non-negative counts")
+    _check_all(chance, (chance >= 0) & (chance <= 1), "binomial expects probabilities from 0 to 1")
+    like = count + chance  # for its shape and layout
+    out = torch.empty_like(like, dtype=count.dtype)
+    return fill(aten.binomial.default, out, _of(binomial), generator, count, chance)
+
+
+def _gamma(alpha: Tensor, generator: Any = None) -> Tensor:
+    _check_all(alpha, alpha > 0, "_standard_gamma expects positive concentrations")
+    return fill(aten._standard_gamma.default, torch.empty_like(alpha), _of(gamma), generator, alpha)
+
+
+def _dirichlet(alpha: Tensor, generator: Any = None) -> Tensor:
+    drawn = _gamma(alpha, generator)
+    return drawn / drawn.sum(-1, keepdim=True)
+
+
+def _check_all(x: Tensor, fits: Tensor, why: str) -> None:
+    """Raise on all ranks if there is an element anywhere that does not fit."""
+    if x.numel() and not bool(fits.all()):
+        raise RuntimeError(why)
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -207,6 +246,10 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     aten.normal.Tensor_float: _normal,
     aten.normal.float_Tensor: _normal,
     aten.normal.Tensor_Tensor: _normal,
+    aten.poisson.default: _poisson,
+    aten.binomial.default: _binomial,
+    aten._standard_gamma.default: _gamma,
+    aten._sample_dirichlet.default: _dirichlet,
     aten.native_dropout.default: _native_dropout,
     aten._fused_dropout.default: _fused_dropout,
     aten.rrelu_with_noise.default: _rrelu,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, coord_of, members_of
 from shardwise.layout import Layout, LayoutError, owned
@@ -29,69 +27,58 @@ from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeds import draw_from
 
-__all__ = ["FILLS", "Make", "fill", "filled_blocks"]
+__all__ = ["FILLS", "Make", "fill"]
 
 aten = torch.ops.aten
 
-Make = Callable[[Draw, Cells, torch.dtype, torch.device], Tensor]
-"""Numbers for some cells of a tensor: `make(draw, cells, dtype, device)`."""
+Make = Callable[..., Tensor]
+"""Numbers for some cells of a tensor: `make(draw, cells, dtype, device, *others, out=None)`.
+
+`others` are blocks of other tensors, of the shape of these cells; `out` is memory to write to and to return.
+"""
 
 
-def fill(func: Any, x: Tensor, make: Callable[..., Tensor], generator: Any, *others: Tensor) -> Tensor:
-    """Write the numbers of one call into a tensor, plain or distributed; `others` are read, in blocks that match its own.
-
-    `make` takes the draw, the cells, dtype and device of a block, and the blocks of the others.
-    """
-    if isinstance(x, DTensor):
-        _check_whole(func, x)
-        draw = draw_from(generator, x.device_mesh)
-        read = [_like(t, x) for t in others]
-        values = filled_blocks(x.device_mesh, x.layout, draw, make, x.dtype, x._local_tensor, read)
-        _write(x._local_tensor, values)
-    else:
+def fill(func: Any, x: Tensor, make: Make, generator: Any, *others: Tensor) -> Tensor:
+    """Write the numbers of one call into a tensor, plain or distributed; `others` are read, in blocks that match its own."""
+    if not isinstance(x, DTensor):
         draw = draw_from(generator)
-        if x.device.type != "meta" and x.numel():
-            read = [t.expand(x.shape) for t in others]
-            x.copy_(make(draw, Cells(x.shape), x.dtype, x.device, *read))
+        if x.device.type != "meta":
+            _write(x, Cells(x.shape), make, draw, [t.expand(x.shape) for t in others])
+        return x
+    _check_whole(func, x)
+    draw = draw_from(generator, x.device_mesh)
+    read = [_like(t, x) for t in others]
+    block = x._local_tensor
+    if block.device.type == "meta":
+        return x
+    if isinstance(block, PerRank):
+        _write_all(block, x, make, draw, read)
+    elif (coord := coord_of(x.device_mesh)) is not None:
+        _write(block, Cells(x.shape, owned(x.layout, coord)), make, draw, read)
     return x
 
 
-def filled_blocks(
-    mesh: DeviceMesh,
-    layout: Layout,
-    draw: Draw,
-    make: Callable[..., Tensor],
-    dtype: torch.dtype,
-    block: Tensor,
-    others: list[Tensor],
-) -> dict[int | None, Tensor]:
-    """The numbers of each block this process has, by rank; a real process has one at most, under None."""
-    if block.device.type == "meta":
-        return {}
-    if isinstance(block, PerRank):
-        made: dict[Any, Tensor] = {}
-        out: dict[int | None, Tensor] = {}
-        for rank, coord in members_of(mesh).items():
-            here = owned(layout, coord)
-            read = [t.of_rank(rank) if isinstance(t, PerRank) else t for t in others]
-            if read:
-                out[rank] = make(draw, Cells(layout.shape, here), dtype, block.device, *read)
-                continue
-            key = tuple(i if isinstance(i, range) else tuple(i) for i in here)
-            if key not in made:  # ranks that hold copies hold the same
-                made[key] = make(draw, Cells(layout.shape, here), dtype, block.device)
-            out[rank] = made[key]
-        return out
-    coord_here = coord_of(mesh)
-    if coord_here is None:
-        return {}
-    return {None: make(draw, Cells(layout.shape, owned(layout, coord_here)), dtype, block.device, *others)}
+def _write(block: Tensor, cells: Cells, make: Make, draw: Draw, others: Sequence[Tensor]) -> None:
+    if block.is_contiguous() and not block.is_conj() and not block.is_neg():
+        made = make(draw, cells, block.dtype, block.device, *others, out=block)
+    else:
+        made = make(draw, cells, block.dtype, block.device, *others)
+    if made is not block:
+        block.copy_(made)
 
 
-def _write(block: Tensor, values: dict[int | None, Tensor]) -> None:
-    for rank, value in values.items():
-        into = block.of_rank(rank) if isinstance(block, PerRank) and rank is not None else block
-        into.copy_(value)
+def _write_all(block: PerRank, x: DTensor, make: Make, draw: Draw, others: Sequence[Tensor]) -> None:
+    """The same on each rank that is played here; those that hold copies copy."""
+    first: dict[Any, Tensor] = {}
+    for rank, coord in members_of(x.device_mesh).items():
+        here = owned(x.layout, coord)
+        key = tuple(i if isinstance(i, range) else tuple(i) for i in here)
+        if key in first:
+            block.of_rank(rank).copy_(first[key])
+            continue
+        read = [t.of_rank(rank) if isinstance(t, PerRank) else t for t in others]
+        _write(block.of_rank(rank), Cells(x.shape, here), make, draw, read)
+        first[key] = block.of_rank(rank)
 
 
 def _like(t: Tensor, x: DTensor) -> Tensor:
@@ -129,21 +116,29 @@ def _filling(func: Any, number: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         given = [*args, *(kwargs.get(n, d) for n, d in list(zip(names, defaults, strict=True))[len(args) :])]
         _check(func, x, *given)
-        return fill(func, x, partial(_made, number, tuple(given)), generator)
+        return fill(func, x, _with(number, given), generator)
 
     return run
 
 
-def _made(
-    number: Callable[..., Tensor], args: tuple[Any, ...], draw: Draw, cells: Cells, dtype: Any, device: Any
+def _with(number: Callable[..., Tensor], args: Sequence[Any]) -> Make:
+    def make(draw: Draw, cells: Cells, dtype: torch.dtype, device: Any, out: Tensor | None = None) -> Tensor:
+        return number(draw, cells, dtype, device, *args, out=out)
+
+    return make
+
+
+def _any_integers(
+    draw: Draw,
+    cells: Cells,
+    dtype: torch.dtype,
+    device: Any,
+    *bounds: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    return number(draw, cells, dtype, device, *args)
-
-
-def _any_integers(draw: Draw, cells: Cells, dtype: torch.dtype, device: Any, *bounds: int | None) -> Tensor:
     """Whole numbers up to a bound, or between two, or in the range that torch has for the dtype."""
     low, high = (None, *bounds)[-2:] if bounds else (None, None)
-    return integers(draw, cells, dtype, device, *random_range(dtype, low, high))
+    return integers(draw, cells, dtype, device, *random_range(dtype, low, high), out=out)
 
 
 def _by_chances(x: Tensor, p: Tensor, generator: Any = None) -> Tensor:
