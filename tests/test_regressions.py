@@ -819,6 +819,22 @@ def grown():
     return sum(len(known) for *_, known in _ops.values())
 
 
+@pytest.mark.parametrize(
+    "lies", [[Shard(0), Replicate()], [Shard(1), Shard(1)], [Shard(1), Shard(0)], [Replicate()] * 2]
+)
+def test_r49_initialisation_and_dropout_do_not_depend_on_the_layout(square, lies):
+    sw.manual_seed(49)
+    with sw.one_device():
+        alone = torch.nn.init.kaiming_uniform_(torch.empty(5, 7))
+        masked = F.dropout(torch.ones(5, 7), 0.3)
+    weight = sw.empty(5, 7, device_mesh=square, placements=lies)
+    sw.manual_seed(49)
+    torch.nn.init.kaiming_uniform_(weight)
+    dropped = F.dropout(torch.ones_like(weight), 0.3)
+    for got, want in ((weight, alone), (dropped, masked)):
+        assert all(torch.equal(r, want) for r in got.full_tensor().ranks)
+
+
 @cases("how", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 def test_r50_the_cache_does_not_grow_with_steps(square, how):
     params = [

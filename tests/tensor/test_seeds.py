@@ -358,3 +358,29 @@ def test_a_seed_for_a_mesh_is_given_on_it(workers):
     seen = workers.run(seed_off_the_mesh, torch.distributed.get_rank)
     assert seen[:2] == [0, 1]
     assert all("requires the current rank to be a part of the device mesh" in text for text in seen[2:])
+
+
+def compiled():
+    """A compiled program draws what it draws uncompiled, call by call, and its gradients are those of its masks."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = sw.distribute_tensor(torch.ones(6, 4), mesh, [Shard(0), Shard(1)]).requires_grad_()
+
+    def program(x):
+        return (F.dropout(x * 2, 0.5) + 1).sum()
+
+    def seen(run):
+        sw.manual_seed(4)
+        out = []
+        for _ in range(3):
+            loss = run(x)
+            (grad,) = torch.autograd.grad(loss, x)
+            out.append((float(loss.detach().full_tensor()), grad.full_tensor().tolist()))
+        return out
+
+    plain = seen(program)
+    return seen(torch.compile(program, backend="aot_eager")) == plain and plain[0] != plain[1]
+
+
+@pytest.mark.processes
+def test_compiled_programs_draw_the_same(workers):
+    assert workers.run(compiled) == [True] * 4

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as _frames
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -230,3 +231,7 @@ from shardwise.tensor.dispatch import dispatch  # noqa: E402
 
 # static, for to bind a class method takes longer than to call this
 DTensor.__torch_dispatch__ = staticmethod(dispatch)
+# where torch.compile breaks a graph, an op runs as it stands: what it does on the way is not for compiling either
+_frames.set_code_exec_strategy(
+    dispatch.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardwise.comm import PerRank, coord_of, members_of
 from shardwise.layout import Layout, LayoutError, owned
@@ -46,6 +48,7 @@ def fill(func: Any, x: Tensor, make: Make, generator: Any, *others: Tensor) -> T
             _write(x, Cells(x.shape), make, draw, [t.expand(x.shape) for t in others])
         return x
     _check_whole(func, x)
+    _check_real(func, x._local_tensor)
     draw = draw_from(generator, x.device_mesh)
     read = [_like(t, x) for t in others]
     block = x._local_tensor
@@ -98,6 +101,15 @@ def _check_whole(func: Any, x: DTensor) -> None:
         why="what is pending on an axis is a part of a value; a random number is drawn whole",
         fix="redistribute it to Replicate() or Shard(dim) first, or fill a new tensor: torch.empty_like(x)",
     )
+
+
+def _check_real(func: Any, block: Tensor) -> None:
+    """Where code is traced there are no numbers yet, and a place in the stream must not become a constant.
+
+    `torch.compile` takes this error as a reason to break the graph here and to run the op as it stands.
+    """
+    if isinstance(block, FakeTensor) or get_proxy_mode() is not None:
+        raise DataDependentOutputException(func)
 
 
 def _check(func: Any, x: Tensor, *args: Any) -> None:
