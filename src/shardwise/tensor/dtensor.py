@@ -188,6 +188,16 @@ class DTensor(torch.Tensor):
         spec, requires_grad = kept
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """A gradient as compiled code is to expect it before it has seen one: nothing of it is pending."""
+        return _autograd.redistributed(self, self.layout.with_partial({}))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: tuple[Spec, bool], expected_type: type | None = None
+    ) -> DTensor:
+        """A gradient that came, in the layout that compiled code expects."""
+        return _autograd.redistributed(self, metadata[0].layout)
+
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         is_param = bool(getattr(self, "_is_param", False))
         return rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, is_param)
