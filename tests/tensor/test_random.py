@@ -97,6 +97,8 @@ CLOSE = {
         init.ones_(x.clone()),
         init.constant_(x.clone(), 3),
     ],
+    "sparse": lambda x, i, n: [init.sparse_(x.clone(), 0.4)],
+    "low rank": lambda x, i, n: [torch.svd_lowrank(x, 3)[1], torch.pca_lowrank(x, 2)[1]],
     "uniform and normal": lambda x, i, n: [init.uniform_(x.clone(), 1, 2), init.normal_(i.clone(), 1, 2)],
 }
 

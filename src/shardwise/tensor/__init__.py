@@ -9,6 +9,7 @@ from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
 from shardwise.tensor.geometry import compute_local_shape_and_global_offset
+from shardwise.tensor.helped import draw_for_torch
 from shardwise.tensor.instead import give_values
 from shardwise.tensor.noise import draw_noise_for_dtensors
 from shardwise.tensor.one_device import one_device
@@ -50,4 +51,5 @@ __all__ = [
 allow_loading()
 give_values()
 draw_noise_for_dtensors()
+draw_for_torch()
 follow_torch()

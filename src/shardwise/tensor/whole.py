@@ -201,7 +201,8 @@ def _torchs_own(func: Any) -> bool:
     return False
 
 
-_HELPS_ITSELF = ("torch.masked", "torch._lowrank")  # identities of reductions, and a basis to begin with
+# identities of reductions, a basis to begin with, and which elements to set to zero
+_HELPS_ITSELF = ("torch.masked", "torch._lowrank", "torch.nn.init")
 
 
 def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
