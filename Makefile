@@ -39,6 +39,7 @@ bench: $(READY)  ## bytes, collectives, planning time and overhead next to torch
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.cold
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.random
 
 sweep: $(READY)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)

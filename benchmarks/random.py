@@ -11,9 +11,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.random import Cells, Draw, bernoulli, exponential, integers, normal, permutation, uniform
+import shardwise as sw
+from shardwise.random import Cells, Draw, exponential, integers, normal, permutation
 
 __all__ = ["Case", "cases", "measure"]
 
@@ -30,21 +34,26 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Blocks of a million float32 elements, whole and split, a few other kinds, and small blocks."""
-    out = []
+    """Blocks of a million float32 elements, whole and split, a few other kinds, and small blocks.
+
+    What is split is the second of 4 blocks of a DTensor, whose methods are called as a program calls them.
+    """
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+    def block(*size: int, at: sw.Placement) -> Tensor:
+        return sw.zeros(*size, device_mesh=mesh, placements=[at])
+
     blocks = {
-        "whole 1024x1024": Cells((1024, 1024)),
-        "rows of 4096x1024": Cells((4096, 1024), (range(1024, 2048), range(1024))),
-        "columns of 1024x4096": Cells((1024, 4096), (range(1024), range(1024, 2048))),
-        "columns of 1024x4099": Cells((1024, 4099), (range(1024), range(1025, 2050))),
-        "factored 1024x(4 1024)": Cells(
-            (1024, 4096), (range(1024), [i * 1024 + j for i in range(4) for j in range(256)])
-        ),
-        "small 64x64": Cells((64, 64)),
-        "small columns of 64x257": Cells((64, 257), (range(64), range(65, 130))),
+        "whole 1024x1024": block(1024, 1024, at=sw.Replicate()),
+        "plain 1024x1024": torch.zeros(1024, 1024),
+        "rows of 4096x1024": block(4096, 1024, at=sw.Shard(0)),
+        "columns of 1024x4096": block(1024, 4096, at=sw.Shard(1)),
+        "columns of 1024x4099": block(1024, 4099, at=sw.Shard(1)),
+        "factored 1024x(4 1024)": block(1024, 4, 1024, at=sw.Shard(2)).flatten(1),
+        "small 64x64": block(64, 64, at=sw.Replicate()),
+        "small columns of 64x257": block(64, 257, at=sw.Shard(1)),
     }
-    for name, block in blocks.items():
-        out += _of_block(name, block)
+    out = [case for name, x in blocks.items() for case in _of_block(name, x)]
     million, memory = Cells((2**20,)), torch.empty(2**20)
     whole = torch.empty(2**20, dtype=torch.int64)
     wide, half = torch.empty(2**20, dtype=torch.float64), torch.empty(2**20, dtype=torch.bfloat16)
@@ -72,17 +81,20 @@ def cases() -> list[Case]:
     return out
 
 
-def _of_block(name: str, block: Cells) -> list[Case]:
-    memory = torch.empty(block.shape)
-    x = torch.ones(block.shape)
+def _of_block(name: str, x: Tensor) -> list[Case]:
+    alone = torch.zeros_like(x.to_local() if isinstance(x, sw.DTensor) else x)
 
-    def dropout() -> object:
-        return bernoulli(_DRAW, block, _F32, p=0.9).mul_(1 / 0.9).mul_(x)
+    def ours(run: Callable[[Tensor], object]) -> Callable[[], object]:
+        def inside() -> object:
+            with sw.one_device():
+                return run(x)
+
+        return (lambda: run(x)) if isinstance(x, sw.DTensor) else inside
 
     return [
-        Case(f"uniform, {name}", lambda: uniform(_DRAW, block, _F32, out=memory), lambda: memory.uniform_()),
-        Case(f"normal, {name}", lambda: normal(_DRAW, block, _F32, out=memory), lambda: memory.normal_()),
-        Case(f"dropout, {name}", dropout, lambda: F.dropout(x, 0.1)),
+        Case(f"uniform, {name}", ours(lambda x: x.uniform_()), lambda: alone.uniform_()),
+        Case(f"normal, {name}", ours(lambda x: x.normal_()), lambda: alone.normal_()),
+        Case(f"dropout, {name}", ours(lambda x: F.dropout(x, 0.1)), lambda: F.dropout(alone, 0.1)),
     ]
 
 
@@ -102,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=30)
     repeats = parser.parse_args().repeats
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     print(f"{'':40}{'ours':>10}{'torch':>10}{'ratio':>8}")
     for case in cases():
         ours, theirs = measure(case, repeats)
