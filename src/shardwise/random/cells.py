@@ -68,7 +68,7 @@ class Cells:
             if len(starts) == 1:
                 self._base += int(starts[0]) * stride
             else:
-                self._outer.insert(0, np.asarray(starts, np.int64) * stride)
+                self._outer.insert(0, _array(starts) * stride)
             stride *= size
 
     def starts(self, lo: int, hi: int) -> I64:
@@ -99,11 +99,17 @@ class Cells:
         return f"Cells {self.shape} of {self.whole}: {self.rows} x {self.run}"
 
 
+def _array(index: Sequence[int] | I64) -> I64:
+    if isinstance(index, range):  # which NumPy would read number by number
+        return np.arange(index.start, index.stop, index.step, dtype=np.int64)
+    return np.asarray(index, np.int64)
+
+
 def _runs(index: Sequence[int]) -> tuple[Sequence[int] | I64, int]:
     """Where runs of consecutive indices begin, and how long they are; uneven ones are cut to a common length."""
     if isinstance(index, range) and (index.step == 1 or len(index) == 1):
         return index[:1], len(index)
-    at = np.asarray(index, np.int64)
+    at = _array(index)
     ends = np.flatnonzero(np.diff(at) != 1) + 1
     length = math.gcd(len(at), *(int(end) for end in np.unique(np.diff(ends, prepend=0))))
     return at[::length], length

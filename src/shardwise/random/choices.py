@@ -43,6 +43,7 @@ def bernoulli(
     return fill(draw, cells, Recipe(False, each=lambda word: below(word, limit)), dtype, device, out)
 
 
+@torch.no_grad()
 def _each_bernoulli(
     draw: Draw, cells: Cells, dtype: torch.dtype, device: torch.device | str, p: Tensor, out: Tensor | None
 ) -> Tensor:

@@ -57,7 +57,7 @@ def fill(
     if out is None:
         out = torch.empty(cells.shape, dtype=dtype)
     if cells.numel:
-        memory = out.view(torch.int16) if dtype == torch.bfloat16 else out
+        memory = out.detach().view(torch.int16) if dtype == torch.bfloat16 else out.detach()
         with np.errstate(over="ignore", invalid="ignore"):
             for job in _jobs(cells, recipe.per_block):
                 _make(job, draw, cells, recipe, memory.numpy().reshape(-1), dtype)

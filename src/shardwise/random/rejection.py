@@ -125,6 +125,7 @@ def _log_factorial(k: Tensor) -> Tensor:
 # Poisson
 
 
+@torch.no_grad()
 def poisson(draw: Draw, cells: Cells, rates: Tensor) -> Tensor:
     """A block of Poisson numbers, in the dtype of their rates, which are a tensor of the block's shape.
 
@@ -207,6 +208,7 @@ def _try_poisson(rate: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 # Binomial
 
 
+@torch.no_grad()
 def binomial(draw: Draw, cells: Cells, count: Tensor, prob: Tensor) -> Tensor:
     """A block of the number of successes in `count` trials of probability `prob`, both of the block's shape."""
     if prob.numel() and not bool(((prob >= 0) & (prob <= 1) & (count >= 0) & count.isfinite()).all()):
@@ -271,6 +273,7 @@ def _try_binomial(n: Tensor, p: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, T
 # Gamma
 
 
+@torch.no_grad()
 def gamma(draw: Draw, cells: Cells, alpha: Tensor) -> Tensor:
     """A block of standard gamma numbers, in the dtype of their shape parameters, a tensor of the block's shape."""
     if alpha.numel() and not bool(((alpha > 0) & alpha.isfinite()).all()):
