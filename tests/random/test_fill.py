@@ -173,6 +173,12 @@ def test_linear_indices_are_row_major(block: Cells) -> None:
     assert block.rows * block.run == block.numel
 
 
+def test_indices_across_long_runs_are_made_alone() -> None:
+    block = Cells((2, 2**42), (range(2), range(5, 2**42)))
+    end = 2**42 - 5
+    assert block.linear(end - 2, end + 2).tolist() == [2**42 - 2, 2**42 - 1, 2**42 + 5, 2**42 + 6]
+
+
 @pytest.mark.parametrize(
     ("shape", "indices", "rows", "run"),
     [

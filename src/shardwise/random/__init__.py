@@ -6,10 +6,11 @@ of the other by a recipe, and the rest are recipes, written once for NumPy and t
 
 from shardwise.random.cells import Cells
 from shardwise.random.choices import bernoulli, integers, random_range
+from shardwise.random.counts import binomial, poisson
+from shardwise.random.gamma import gamma
 from shardwise.random.normal import log_normal, normal
 from shardwise.random.permutation import permutation
 from shardwise.random.philox import Draw
-from shardwise.random.rejection import binomial, gamma, poisson
 from shardwise.random.uniform import uniform
 from shardwise.random.waits import cauchy, exponential, geometric
 

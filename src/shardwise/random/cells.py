@@ -84,12 +84,19 @@ class Cells:
 
     def linear(self, lo: int, hi: int) -> I64:
         """The global indices of the elements lo to hi of the block."""
-        first, last = lo // self.run, -(-hi // self.run)
-        if last - first == 1:
-            at = int(self.starts(first, last)[0]) - first * self.run
-            return np.arange(at + lo, at + hi, dtype=np.int64)
-        every = self.starts(first, last)[:, None] + np.arange(self.run, dtype=np.int64)
-        return every.reshape(-1)[lo - first * self.run : hi - first * self.run]
+        if lo == hi:
+            return np.empty(0, np.int64)
+        first, last = lo // self.run, (hi - 1) // self.run
+        starts = self.starts(first, last + 1)
+        out = np.arange(lo, hi, dtype=np.int64)
+        if first == last:
+            out += starts[0] - first * self.run
+        else:
+            row = out // self.run
+            out -= row * self.run
+            row -= first
+            out += starts[row]
+        return out
 
     def pairs(self) -> Cells:
         """The cells of both parts of complex elements, in a real tensor with one more dim, of size 2."""
