@@ -100,8 +100,17 @@ def _memory(t: Tensor) -> Tensor:
 
 
 def _by_definition(make: Maker, draw: Draw, cells: Cells) -> Tensor:
+    def defined(draw: Draw, cells: Cells, recipe: filling.Recipe, out: Tensor) -> None:
+        out.copy_(filling.define(draw, cells, recipe, out.dtype))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filling, "_has_fast_path", lambda device: False)
+        patch.setattr(filling, "_by_numpy", defined)
+        return make(draw, cells)
+
+
+def _as_other_devices(make: Maker, draw: Draw, cells: Cells) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "_by_numpy", filling._by_torch)
         return make(draw, cells)
 
 
@@ -113,7 +122,9 @@ def test_fast_path_is_the_definition(name: str) -> None:
     @given(draws, cells())
     def check(draw: Draw, cells: Cells) -> None:
         fast = make(draw, cells)
-        assert torch.equal(_memory(fast), _memory(_by_definition(make, draw, cells)))
+        expected = _memory(_by_definition(make, draw, cells))
+        assert torch.equal(_memory(fast), expected)
+        assert torch.equal(_memory(_as_other_devices(make, draw, cells)), expected)
         assert fast.is_contiguous()
 
     check()
@@ -133,7 +144,9 @@ def test_fast_path_is_the_definition(name: str) -> None:
 )
 def test_large_blocks_are_the_definition(name: str, block: Cells) -> None:
     make, draw = MAKERS[name], Draw(5, 2**33 + 1)
-    assert torch.equal(_memory(make(draw, block)), _memory(_by_definition(make, draw, block)))
+    expected = _memory(_by_definition(make, draw, block))
+    assert torch.equal(_memory(make(draw, block)), expected)
+    assert torch.equal(_memory(_as_other_devices(make, draw, block)), expected)
 
 
 @pytest.mark.parametrize("chunk", [257, 1024, 5000])
@@ -202,7 +215,17 @@ def test_too_many_elements_are_an_error() -> None:
         Cells((2**20, 2**29 + 1), (range(1), range(1)))
 
 
-@pytest.mark.parametrize("name", ["uniform float32", "normal bfloat16", "normal float64", "bernoulli bool"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "uniform float32",
+        "normal bfloat16",
+        "normal float64",
+        "bernoulli bool",
+        "uniform complex64",
+        "normal complex128",
+    ],
+)
 def test_out_is_written_to(name: str) -> None:
     kind, dtype = name.split()
     make = {"uniform": uniform, "normal": normal, "bernoulli": bernoulli}[kind]
@@ -211,6 +234,9 @@ def test_out_is_written_to(name: str) -> None:
     out = torch.empty(3, 3, dtype=t)
     assert make(draw, block, t, out=out) is out
     assert torch.equal(out, make(draw, block, t))
+    turned = torch.empty(3, 3, dtype=t).T  # whatever its strides
+    assert make(draw, block, t, out=turned) is turned
+    assert torch.equal(turned, out)
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 4096, 4097, 10_000, 65_537, 100_003])

@@ -48,24 +48,16 @@ def fill(
 ) -> Tensor:
     """The block of a tensor of random values, as the definition says, by the fastest way there is on a device.
 
-    `out` is memory to write to instead of new one: contiguous, of the block's shape, dtype and device.
+    `out` is a tensor to write to instead of a new one, of the block's shape, dtype and device.
     """
     device = torch.device(device)
-    if not _has_fast_path(device):
-        made = define(draw, cells, recipe, dtype, device)
-        return made if out is None else out.copy_(made)
+    if out is not None and not (out.is_contiguous() and out.shape == cells.shape and out.dtype == dtype):
+        return out.copy_(fill(draw, cells, recipe, dtype, device))
     if out is None:
-        out = torch.empty(cells.shape, dtype=dtype)
+        out = torch.empty(cells.shape, dtype=dtype, device=device)
     if cells.numel:
-        memory = out.detach().view(torch.int16) if dtype == torch.bfloat16 else out.detach()
-        with np.errstate(over="ignore", invalid="ignore"):
-            for job in _jobs(cells, recipe.per_block):
-                _make(job, draw, cells, recipe, memory.numpy().reshape(-1), dtype)
+        (_by_numpy if device.type == "cpu" else _by_torch)(draw, cells, recipe, out.detach())
     return out
-
-
-def _has_fast_path(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 # The definition, on any device
@@ -121,7 +113,7 @@ def words_at(draw: Draw, index: Tensor, wide: bool, lane: int = 0) -> tuple[Tens
     return torch.where(later, c, a).to(torch.int32), torch.where(later, d, b).to(torch.int32)
 
 
-# The fast path of the CPU
+# The ways of filling: whole philox blocks, of which no word is made twice
 
 
 class _Job(NamedTuple):
@@ -133,8 +125,9 @@ class _Job(NamedTuple):
     hi: int
 
 
-def _jobs(cells: Cells, per: int) -> Iterator[_Job]:
-    rows = CHUNK // _blocks_per_run(cells.run, per)
+def _jobs(cells: Cells, per: int, chunk: int) -> Iterator[_Job]:
+    """The pieces of a block that take up to `chunk` philox blocks each."""
+    rows = chunk // _blocks_per_run(cells.run, per)
     if rows:
         for row in range(0, cells.rows, rows):
             yield _Job(row, min(rows, cells.rows - row), 0, cells.run)
@@ -143,13 +136,50 @@ def _jobs(cells: Cells, per: int) -> Iterator[_Job]:
         start = (
             int(cells.starts(row, row + 1)[0]) % per
         )  # pieces end with a block, so that none is made twice
-        edges = [0, *range(CHUNK * per - start, cells.run, CHUNK * per), cells.run]
+        edges = [0, *range(chunk * per - start, cells.run, chunk * per), cells.run]
         for lo, hi in itertools.pairwise(edges):
             yield _Job(row, 1, lo, hi)
 
 
 def _blocks_per_run(run: int, per: int) -> int:
     return (run + 2 * per - 2) // per  # of a run that begins anywhere in a block
+
+
+def _by_torch(draw: Draw, cells: Cells, recipe: Recipe, out: Tensor) -> None:
+    per, flat = recipe.per_block, out.view(-1)
+    for job in _jobs(cells, per, CHUNK if out.device.type == "cpu" else 2**20):
+        length = job.hi - job.lo
+        starts = torch.from_numpy(cells.starts(job.row, job.row + job.rows) + job.lo).to(out.device)[:, None]
+        n = _blocks_per_run(length, per)
+        blocks = starts // per + torch.arange(n, device=out.device)
+        values = _of_blocks(draw, blocks.view(-1), recipe).view(job.rows, n * per)
+        if out.dtype in _LOW_PRECISION:
+            values = values.to(torch.float32)
+        begin = job.row * cells.run + job.lo
+        places = starts % per + torch.arange(length, device=out.device)
+        flat[begin : begin + job.rows * length].view(job.rows, length).copy_(values.gather(1, places))
+
+
+def _of_blocks(draw: Draw, blocks: Tensor, recipe: Recipe) -> Tensor:
+    """The values of all elements of some philox blocks, in their order."""
+    a, b, c, d = philox(counters(draw, blocks), draw.seed)
+    if recipe.wide:
+        first, second = a | b << 32, c | d << 32
+    else:
+        first, second = torch.stack([a, c], -1).to(torch.int32), torch.stack([b, d], -1).to(torch.int32)
+    if recipe.each is not None:
+        value: Tensor = recipe.each(torch.stack([first, second], -1).view(-1))
+        return value
+    if recipe.pair is None:
+        raise TypeError("a recipe has a function of each word or of a pair of them")
+    return torch.stack(recipe.pair(first, second), -1).view(-1)
+
+
+def _by_numpy(draw: Draw, cells: Cells, recipe: Recipe, out: Tensor) -> None:
+    memory = (out.view(torch.int16) if out.dtype == torch.bfloat16 else out).numpy().reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for job in _jobs(cells, recipe.per_block, CHUNK):
+            _make(job, draw, cells, recipe, memory, out.dtype)
 
 
 def _make(job: _Job, draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype) -> None:

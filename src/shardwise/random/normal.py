@@ -35,7 +35,7 @@ def normal(
     if dtype in REAL_PART:
         parts = None if out is None else torch.view_as_real(out)
         parts = normal(draw, cells.pairs(), REAL_PART[dtype], device, 0.0, std * math.sqrt(0.5), parts)
-        out = torch.view_as_complex(parts)
+        out = torch.view_as_complex(parts) if out is None else out
         return out.add_(mean) if mean else out
     return fill(draw, cells, normal_recipe(dtype, mean, std), dtype, device, out)
 

@@ -37,7 +37,8 @@ def uniform(
     """
     if dtype in REAL_PART:
         parts = None if out is None else torch.view_as_real(out)
-        return torch.view_as_complex(uniform(draw, cells.pairs(), REAL_PART[dtype], device, low, high, parts))
+        parts = uniform(draw, cells.pairs(), REAL_PART[dtype], device, low, high, parts)
+        return torch.view_as_complex(parts) if out is None else out
     return fill(draw, cells, uniform_recipe(dtype, low, high), dtype, device, out)
 
 
