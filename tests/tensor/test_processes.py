@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.tensor.test_redistribute import USES, bits_of, wire_size
+from tests.tensor.test_redistribute import USES, bits_of, single_elements, wire_size
 from tests.values import EVERY, REDUCED, same_bits, some_layout, take, tensor, value, whole_of, wide
 
 import shardwise as sw
@@ -186,6 +186,16 @@ def test_every_dtype_moves_bit_by_bit(workers, name):
         whole = bits_of(case.dtype, (5, 7), case.seed)
         for rank, coord in members.items():
             assert same_bits(real[rank][number], take(whole, owned(case.target, coord))), case
+
+
+def moved_singles():
+    return [single_elements(mesh_of("(4,)"), dtype) for dtype in EVERY]
+
+
+def test_single_elements_keep_every_bit_whatever_their_stride(workers):
+    for rank in workers.run(moved_singles):
+        for whole, *moved in rank:
+            assert all(same_bits(f, whole) for f in moved), whole.dtype
 
 
 NAN, INF = float("nan"), float("inf")

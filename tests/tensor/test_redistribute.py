@@ -176,6 +176,23 @@ def test_moves_keep_every_bit(dtype):
             assert all(same_bits(f, whole) for f in y.full_tensor().ranks)
 
 
+def single_elements(mesh, dtype):
+    """One element per rank, out of a column of which the stride is left; moved, and compared as given."""
+    whole = bits_of(dtype, (mesh.size(), 2), seed=3)
+    held = sw.per_rank(lambda rank: whole[rank : rank + 1, 1])
+    everywhere = sw.per_rank(lambda rank: whole[:1, 1])
+    x = DTensor.from_local(held, mesh, [Shard(0)])
+    DTensor.from_local(everywhere, mesh, [Replicate()], run_check=True)
+    return [whole[:, 1], x.full_tensor(), x.view(-1, 1).redistribute(placements=[Shard(1)]).full_tensor()[:, 0]]
+
+
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_single_elements_keep_every_bit_whatever_their_stride(dtype):
+    with simulate(2):
+        whole, *moved = single_elements(sw.init_device_mesh("cpu", (2,)), dtype)
+        assert all(same_bits(f, whole) for m in moved for f in m.ranks)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_conjugates_and_negatives_move_as_values_not_as_flags(dtype):
     with simulate(2):

@@ -18,7 +18,7 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank, map_ranks, spread
 from shardwise.comm.run import run, start
 from shardwise.comm.scatter import block_of, scatter
-from shardwise.comm.wire import check_reducible
+from shardwise.comm.wire import bytes_of, check_reducible
 from shardwise.comm.world import is_simulated, on_mesh, per_rank, simulate
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "agreed",
     "axes_of",
     "block_of",
+    "bytes_of",
     "check_reducible",
     "coord_of",
     "counting",

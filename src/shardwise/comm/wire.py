@@ -12,6 +12,7 @@ from shardwise.layout import LayoutError
 
 __all__ = [
     "Codec",
+    "bytes_of",
     "check_reducible",
     "divided",
     "identity_value",
@@ -46,9 +47,18 @@ def move_codec(dtype: torch.dtype) -> Codec:
     """For values that are moved and never looked at."""
     if dtype in _CARRIED:
         return _AS_IS
-    return Codec(
-        lambda t: _plain(t).contiguous().view(torch.uint8), lambda t: t.view(dtype), scale=dtype.itemsize
-    )
+    return Codec(bytes_of, lambda t: t.view(dtype), scale=dtype.itemsize)
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """The bits of a flat tensor, as bytes.
+
+    >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)[1:, 1])
+    tensor([4, 0], dtype=torch.uint8)
+    """
+    row = _plain(t).contiguous()
+    # a single element lies in a row whatever its stride, but a view as bytes wants the stride to say so
+    return (row if row.stride(0) == 1 else row.as_strided(row.shape, (1,))).view(torch.uint8)
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Coord, PerRank, axes_of, coord_of, group_of, members_of
+from shardwise.comm import Coord, PerRank, axes_of, bytes_of, coord_of, group_of, members_of
 from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, block_shape
 
 __all__ = ["checked_shape", "found_shape"]
@@ -81,8 +81,7 @@ def _row(block: Tensor, values: bool) -> _Row:
 def _digest(block: Tensor) -> tuple[int, ...]:
     if block.is_meta:
         return (0,) * 4
-    plain = block.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().cpu()
-    hashed = hashlib.sha256(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"").digest()
+    hashed = hashlib.sha256(bytes_of(block.detach().reshape(-1)).cpu().numpy().tobytes()).digest()
     return tuple(int.from_bytes(hashed[i : i + 8], "big", signed=True) for i in range(0, 32, 8))
 
 
