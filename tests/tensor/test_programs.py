@@ -95,6 +95,29 @@ def test_a_program_that_sends_more_than_gathering_is_not_taken(line, monkeypatch
     assert rehearse.cheaper_program(op, (x, 2), {}) is None
 
 
+def test_what_a_program_within_a_program_leaves_pending_is_sent_too(line, monkeypatch):
+    x = spread(line, torch.randn(8, 4).abs() + 5)
+    made = {aten.mvlgamma.default: lambda t, p: t.sum(0)}
+    monkeypatch.setattr(rehearse, "program_for", made.get)
+    assert rehearse.rehearsed(lambda t: torch.mvlgamma(t, 2), (x,), {}) == 0.0
+    sent = rehearse.rehearsed(lambda t: torch.mvlgamma(t, 2).exp(), (x,), {})
+    assert sent == rehearse.rehearsed(lambda t: t.sum(0).exp(), (x,), {})
+    assert sent > 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("op", [torch.linspace, torch.logspace])
+def test_ranges_round_where_the_kernel_does(line, op, dtype):
+    for start, end in ((4.3, 1.2), (-2.0, 1.0)):
+        ends = [torch.tensor(start), torch.tensor(end)]
+        pending = [
+            sw.DTensor.from_local(sw.per_rank(lambda r, t=t: t * (r == 0)), line, [sw.Partial()])
+            for t in ends
+        ]
+        for mine in (pending, [spread(line, ends[0], sw.Replicate()), pending[1]], [start, pending[1]]):
+            assert torch.equal(whole(op(*mine, 50, dtype=dtype)), op(start, end, 50, dtype=dtype))
+
+
 def test_programs_are_not_made_of_views_or_draws():
     assert program_for(aten.diagonal.default) is None
     assert program_for(aten.bernoulli.default) is None

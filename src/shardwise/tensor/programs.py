@@ -11,6 +11,9 @@ from torch import Tensor
 
 __all__ = ["is_composite", "program_for", "returning_form", "writing_form"]
 
+# Ops whose decomposition rounds elsewhere than the kernel: it computes these in float64 or float32, where the kernel
+# rounds the ends to the dtype asked for and goes on in that.
+_ROUNDED_ELSEWHERE = {"aten::linspace", "aten::logspace"}
 _DRAWN_OR_SEEN = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
 
 
@@ -27,6 +30,8 @@ def program_for(func: Any) -> Callable[..., Any] | None:
         return writing_form(func, form) if form is not None and plain else None
     if any(a.alias_info is not None for a in func._schema.arguments):
         return None  # a view: what shares memory is not made anew
+    if func._schema.name in _ROUNDED_ELSEWHERE:
+        return None
     from torch._decomp import decomposition_table  # a second to import, and seldom needed
 
     return decomposition_table.get(func)

@@ -25,12 +25,20 @@ _DEEPEST = 8  # programs within programs
 
 def rehearsed(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """The seconds that a program's communication takes, or None where it needs values to go on."""
+    played = _played(program, args, kwargs)
+    return None if played is None else played[0]
+
+
+def _played(
+    program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, Any] | None:
+    """The seconds, and what the program makes, as actors."""
     _seconds.append(0.0)
     try:
         with implicit_replication(), torch.no_grad():
             result = program(*_as_actors(args), **_as_actors(kwargs))
         # a program that makes a plain tensor has lost the mesh, as `new_zeros` by way of `zeros`
-        return _seconds[-1] if all(isinstance(t, _Actor) for t in tensors_in([result])) else None
+        return (_seconds[-1], result) if all(isinstance(t, _Actor) for t in tensors_in([result])) else None
     except Exception:  # a program that needs values, or refuses the call: the op itself will say why
         return None
     finally:
@@ -80,11 +88,12 @@ def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plans_to_whole(tensors_in([*args, *kwargs.values()])) if recipe is None else recipe.moves
     )
     offer = offered(func, recipe, args, kwargs) if here else None
+    made = None
     if recipe is None and offer is None and len(_seconds) < _DEEPEST:
         program = program_for(func)
-        if program is not None and (inside := rehearsed(program, args, kwargs)) is not None and inside < here:
-            _seconds[-1] += inside
-            here = 0.0
+        inside = None if program is None else _played(program, args, kwargs)
+        if inside is not None and inside[0] < here:
+            here, made = inside
     specs = None if recipe is None else recipe.outputs
     if offer is not None and offer.seconds < here:
         here, specs = offer.seconds, offer.outputs or specs
@@ -94,7 +103,8 @@ def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = made_by(func, args, kwargs)
     if results is None:
         raise NotImplementedError(f"{func} cannot be rehearsed: what it makes depends on values")
-    return _cast(func, results, specs, args, kwargs)
+    # a program's results lie as it leaves them, pending parts and all
+    return _cast(func, results, specs, args, kwargs) if made is None else made
 
 
 def _cast(
