@@ -183,7 +183,11 @@ def single_elements(mesh, dtype):
     everywhere = sw.per_rank(lambda rank: whole[:1, 1])
     x = DTensor.from_local(held, mesh, [Shard(0)])
     DTensor.from_local(everywhere, mesh, [Replicate()], run_check=True)
-    return [whole[:, 1], x.full_tensor(), x.view(-1, 1).redistribute(placements=[Shard(1)]).full_tensor()[:, 0]]
+    return [
+        whole[:, 1],
+        x.full_tensor(),
+        x.view(-1, 1).redistribute(placements=[Shard(1)]).full_tensor()[:, 0],
+    ]
 
 
 @pytest.mark.parametrize("dtype", EVERY, ids=str)
