@@ -103,8 +103,8 @@ class _Rounding(TorchDispatchMode):
         unit = self.unit or torch.finfo(t.dtype).eps  # made of integers: it rounds in its own dtype
         with no_dispatch():
             signs = torch.randint(0, 2, t.shape, generator=self.made) * 2 - 1
-            if given:  # what an op hands on as it is, as an extreme, it has not rounded
-                signs *= ~torch.isin(t.abs(), torch.cat([g.abs().flatten().to(t.abs().dtype) for g in given]))
+            for g in given:
+                signs *= ~_is_from(t.abs(), g.abs())
             return t.detach().mul_(1 + unit * signs)
 
     def __torch_dispatch__(
@@ -115,6 +115,17 @@ class _Rounding(TorchDispatchMode):
             return out  # a view, or written in place: the same memory
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype != torch.bool]
         return tree_map_only(Tensor, lambda t: self.rounded(t, given=given), out)
+
+
+def _is_from(t: Tensor, given: Tensor) -> Tensor:
+    """Where an op has handed on what it was given, as `abs` and the extremes do, which rounds nothing."""
+    if t.shape == given.shape:
+        return t == given
+    return (
+        torch.isin(t, given.to(t.dtype))
+        if t.numel() < given.numel()
+        else torch.zeros_like(t, dtype=torch.bool)
+    )
 
 
 def _near(got: Tensor, want: Tensor, true: Any, others: list[Any], rest: list[Any]) -> bool:
