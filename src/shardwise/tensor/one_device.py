@@ -15,6 +15,7 @@ from shardwise.random import Cells, integers, normal, permutation, uniform
 from shardwise.random.borrowed import borrowing, draws_now
 from shardwise.tensor.drawn import draws
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.flags import heeding
 from shardwise.tensor.seeds import draw_from
 from shardwise.tensor.whole import passing_on
 
@@ -62,8 +63,8 @@ class _Drawing(TorchDispatchMode):
         if run is not None:
             return run(*args, **kwargs)
         if draws_now(func, args, kwargs) and kwargs.get("generator") is None:
-            return borrowing(func, draw_from(None))(*args, **kwargs)
-        return func(*args, **kwargs)
+            func = borrowing(func, draw_from(None))
+        return heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
 
 
 def _new(make: Callable[..., Tensor], size: Any, kwargs: dict[str, Any]) -> Tensor:
