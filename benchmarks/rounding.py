@@ -11,6 +11,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.tensor.flags import heeding
+
 __all__ = ["differs", "same_up_to_rounding"]
 
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
@@ -110,7 +112,7 @@ class _Rounding(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
         if any(a.alias_info is not None for a in func._schema.arguments):
             return out  # a view, or written in place: the same memory
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype != torch.bool]
@@ -122,7 +124,7 @@ def _is_from(t: Tensor, given: Tensor) -> Tensor:
     if t.shape == given.shape:
         return t == given
     return (
-        torch.isin(t, given.to(t.dtype))
+        torch.isin(t.contiguous(), given.to(t.dtype).contiguous())
         if t.numel() < given.numel()
         else torch.zeros_like(t, dtype=torch.bool)
     )
