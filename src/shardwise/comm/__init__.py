@@ -18,6 +18,7 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank, map_ranks, spread
 from shardwise.comm.run import run, start
 from shardwise.comm.scatter import block_of, scatter
+from shardwise.comm.sparse import detached, is_sparse, parts_of, scatter_sparse, sparse_of
 from shardwise.comm.wire import bytes_of, check_reducible
 from shardwise.comm.world import is_simulated, on_mesh, per_rank, simulate
 
@@ -37,18 +38,23 @@ __all__ = [
     "coord_of",
     "counting",
     "current_mesh",
+    "detached",
     "group_of",
     "is_simulated",
+    "is_sparse",
     "launch",
     "map_ranks",
     "members_of",
     "on_mesh",
+    "parts_of",
     "peers_of",
     "per_rank",
     "run",
     "scatter",
+    "scatter_sparse",
     "siblings_of",
     "simulate",
+    "sparse_of",
     "spread",
     "start",
 ]

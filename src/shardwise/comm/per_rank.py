@@ -34,13 +34,15 @@ class PerRank(torch.Tensor):
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:
         first = _first(blocks)
         # The wrapper's own metadata is the first rank's: only code that bypasses torch functions sees it.
+        sparse = first.layout is not torch.strided  # such have no strides, and of several kinds only they know which
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             first.shape,
-            strides=first.stride(),
+            strides=None if sparse else first.stride(),
             dtype=first.dtype,
             device=first.device,
             layout=first.layout,
+            dispatch_layout=sparse,
         )
         self._blocks = dict(blocks)
         return self

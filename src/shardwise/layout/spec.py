@@ -17,12 +17,12 @@ class TensorMeta(NamedTuple):
     """Global shape, strides and dtype, under the name client code reads them by."""
 
     shape: Any
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
     dtype: Any
 
 
 class Spec:
-    """Mesh, layout, dtype and global strides of a tensor; interned and hashed by identity.
+    """Mesh, layout, dtype and global strides of a tensor; interned and hashed by identity. A sparse one has no strides.
 
     The mesh and the dtype are opaque here. Meshes are told apart by identity: one that equals another may
     stand on process groups that are gone.
@@ -34,13 +34,15 @@ class Spec:
     layout: Layout
     dtype: Any
     shape: Any
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
 
     _known: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
 
-    def __new__(cls, mesh: Any, layout: Layout, dtype: Any, shape: Any, stride: tuple[int, ...]) -> Spec:
+    def __new__(
+        cls, mesh: Any, layout: Layout, dtype: Any, shape: Any, stride: tuple[int, ...] | None
+    ) -> Spec:
         # `shape` equals layout.shape; it comes in the tensor library's own type, which client code expects
         key = (id(mesh), layout, dtype, stride)
         known = cls._known.get(key)

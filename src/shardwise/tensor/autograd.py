@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Pending, PerRank, run, start
+from shardwise.comm import Pending, PerRank, detached, is_sparse, run, start
 from shardwise.layout import Layout, Spec, global_stride
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.awaited import Awaited
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.sparse import made, moved, ready_for, stride_of
 
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "contiguous_stride", "grad_layout", "redistributed"]
 
@@ -58,6 +59,8 @@ class Redistribute(torch.autograd.Function):
     ) -> DTensor:
         spec = x._spec
         ctx.source, ctx.dtype, ctx.dtypes, ctx.async_op = spec.layout, x.dtype, (forward, backward), async_op
+        if spec.stride is None:
+            return moved(x, target, forward)
         local = x._local_tensor
         if forward != x.dtype:
             local = local.to(forward)
@@ -66,14 +69,15 @@ class Redistribute(torch.autograd.Function):
             return DTensor(local.view_as(local), same)
         spec = Spec(spec.mesh, target, forward, spec.shape, contiguous_stride(target.shape))
         go = start if async_op and not torch.compiler.is_compiling() else run
-        moved = go(_plan(x._spec, target, forward), local, spec.mesh)
-        return Awaited(moved, spec) if isinstance(moved, Pending) else DTensor(moved, spec)
+        there = go(_plan(x._spec, target, forward), local, spec.mesh)
+        return Awaited(there, spec) if isinstance(there, Pending) else DTensor(there, spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         forward, backward = ctx.dtypes
-        out = Redistribute.apply(grad, grad_layout(ctx.source), ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
+        target = grad_layout(ctx.source)
+        out = Redistribute.apply(ready_for(grad, target), target, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
         return (out if out.dtype == ctx.dtype else out.to(ctx.dtype)), None, None, None, None
 
 
@@ -92,7 +96,7 @@ class ToLocal(torch.autograd.Function):
         ctx.ranks = tuple(local._blocks) if isinstance(local, PerRank) else None
         ctx.set_materialize_grads(False)
         # fresh tensors: autograd writes its metadata into what is returned
-        return tuple(b.view_as(b) for b in _blocks(local))
+        return tuple(map(detached, _blocks(local)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -105,15 +109,16 @@ class ToLocal(torch.autograd.Function):
             grads = tuple(
                 g if g is not None else _no_grad_block(spec, r) for g, r in zip(grads, ctx.ranks, strict=True)
             )
+        if any(map(is_sparse, grads)) and (layout.sharded or layout.partial or not all(map(is_sparse, grads))):
+            grads = tuple(g.to_dense() for g in grads)  # no sparse tensor lies so
         if scale != 1:
             grads = tuple(g * scale for g in grads)
         # the gradient of a sum is one number expanded; nothing could be accumulated into that
-        grads = tuple(g.contiguous() if 0 in g.stride() else g for g in grads)
+        grads = tuple(g.contiguous() if not is_sparse(g) and 0 in g.stride() else g for g in grads)
         given = grads[0]
-        shape = spec.shape
-        stride = (
-            global_stride(shape, given.stride()) if given.dim() == len(shape) else contiguous_stride(shape)
-        )
+        shape, stride = spec.shape, stride_of(given)
+        if stride is not None:
+            stride = global_stride(shape, stride) if given.dim() == len(shape) else contiguous_stride(shape)
         grad_spec = Spec(spec.mesh, layout, given.dtype, shape, stride)
         return FromLocal.apply(grad_spec, None, ctx.ranks, *grads), None  # type: ignore[no-untyped-call]
 
@@ -152,6 +157,8 @@ class FromLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if spec.layout.partial and any(op in ("max", "min") for _, op in spec.layout.partial):
             ctx.save_for_backward(*blocks)
+        if spec.stride is None:
+            return made(_joined(ranks, tuple(map(detached, blocks))), spec)
         if ranks is None:
             return _new(DTensor, blocks[0].detach(), spec, False)  # type: ignore[no-any-return]
         return DTensor(_joined(ranks, tuple(b.view_as(b) for b in blocks)), spec)
@@ -163,11 +170,11 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_lie if ctx.grads_lie is not None else grad_layout(layout)
-        moved = Redistribute.apply(grad, target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
+        there = Redistribute.apply(ready_for(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank's share of an extreme is its own, so what is said of them in a second backward adds up
         own = ctx.grads_lie is None and any(op in ("max", "min") for _, op in layout.partial)
         back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if own else None
-        out = ToLocal.apply(moved, back)  # type: ignore[no-untyped-call]
+        out = ToLocal.apply(there, back)  # type: ignore[no-untyped-call]
         if ctx.grads_lie is None and layout.partial:
             out = _shared_out(ctx, layout, out)
         return (None, None, None, *out)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Coord, PerRank, axes_of, bytes_of, coord_of, group_of, members_of
+from shardwise.comm import (
+    Coord,
+    PerRank,
+    axes_of,
+    bytes_of,
+    coord_of,
+    group_of,
+    is_sparse,
+    members_of,
+    parts_of,
+)
 from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, block_shape
 
 __all__ = ["checked_shape", "found_shape"]
@@ -73,7 +83,7 @@ def _rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[Coord, _
 
 
 def _row(block: Tensor, values: bool) -> _Row:
-    kind = int.from_bytes(hashlib.sha256(str(block.dtype).encode()).digest()[:4], "big")
+    kind = int.from_bytes(hashlib.sha256(f"{block.dtype}{block.layout}".encode()).digest()[:4], "big")
     shape = (*block.shape, *(-1,) * (_MOST_DIMS - block.dim()))
     return (kind, block.dim(), *shape, *(_digest(block) if values else ()))
 
@@ -81,8 +91,17 @@ def _row(block: Tensor, values: bool) -> _Row:
 def _digest(block: Tensor) -> tuple[int, ...]:
     if block.is_meta:
         return (0,) * 4
-    hashed = hashlib.sha256(bytes_of(block.detach().reshape(-1)).cpu().numpy().tobytes()).digest()
+    if is_sparse(block):
+        parts = parts_of(block)
+        shapes = torch.tensor([n for p in parts for n in p.shape])
+        hashed = hashlib.sha256(b"".join(map(_bits, [shapes, *parts]))).digest()
+    else:
+        hashed = hashlib.sha256(_bits(block)).digest()
     return tuple(int.from_bytes(hashed[i : i + 8], "big", signed=True) for i in range(0, 32, 8))
+
+
+def _bits(t: Tensor) -> bytes:
+    return bytes_of(t.detach().reshape(-1)).cpu().numpy().tobytes()
 
 
 def _whole(shapes: dict[Coord, _Row], axes: Axes, placements: Sequence[Placement]) -> tuple[int, ...]:

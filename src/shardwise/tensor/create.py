@@ -15,8 +15,10 @@ from shardwise.comm import (
     check_reducible,
     current_mesh,
     is_simulated,
+    is_sparse,
     on_mesh,
     scatter,
+    scatter_sparse,
     spread,
 )
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Spec
@@ -24,6 +26,7 @@ from shardwise.tensor.autograd import contiguous_stride, redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.local import check_device
+from shardwise.tensor.sparse import check_whole, made, nothing_like
 
 __all__ = ["distribute_tensor"]
 
@@ -71,14 +74,18 @@ def distribute_tensor(
     held = layout.with_partial({})
     if is_simulated() and not isinstance(whole, PerRank):
         whole = spread(whole, range(torch.distributed.get_world_size()))
-    if src_data_rank is None:
+    if is_sparse(whole):
+        check_whole(layout, "distribute_tensor")
+        block = scatter_sparse(whole, mesh, src_data_rank)
+    elif src_data_rank is None:
         block = on_mesh(mesh, lambda coord, t: block_of(t, held, coord), whole)
     else:
         block = scatter(whole, held, mesh, src_data_rank)
     if block is None:
-        block = whole.new_empty(0)
+        block = nothing_like(whole)
     shape = torch.Size(layout.shape)
-    out = DTensor(block, Spec(mesh, held, tensor.dtype, shape, contiguous_stride(shape)))
+    stride = None if is_sparse(whole) else contiguous_stride(shape)
+    out = made(block, Spec(mesh, held, tensor.dtype, shape, stride))
     out = redistributed(out, layout)
     out.requires_grad_(tensor.requires_grad)
     return out

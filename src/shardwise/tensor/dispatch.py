@@ -24,6 +24,8 @@ from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name, ten
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.rungs import tell
+from shardwise.tensor.sparse import holds_sparse
+from shardwise.tensor.sparse_ops import on_sparse
 from shardwise.tensor.submesh import common_part, on_part
 from shardwise.tensor.targets import as_replicated, plain_targets
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
@@ -173,7 +175,10 @@ def _part(value: Any, by_type: bool) -> Any:
     if isinstance(value, DTensor):
         return value._spec
     if isinstance(value, Tensor):
-        return is_held(value), replicates(), value.shape, value.stride(), value.dtype, value.device
+        try:
+            return is_held(value), replicates(), value.shape, value.stride(), value.dtype, value.device
+        except RuntimeError:  # a sparse one has no strides
+            return is_held(value), replicates(), value.shape, value.layout, value.dtype, value.device
     return kind if by_type and kind in _NUMBERS else (kind, value)
 
 
@@ -236,6 +241,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         if (offer := better(func, recipe, args, kwargs)) is not None:
             specs = offer.outputs or specs
         return lambda a, k: off_mesh(func, a, k, specs)
+    if any(holds_sparse(t) for t in tensors_in([*args, *kwargs.values()])):
+        return on_sparse(func)
     if torch.Tag.inplace_view in func.tags:
         return lambda a, k: _become(func, a, k)
     recipe = prepare(func, args, kwargs)

@@ -228,7 +228,7 @@ def _each(local: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> DTensor:
     """A DTensor from what was pickled of it."""
-    out = DTensor(local, spec, requires_grad=requires_grad)
+    out = _sparse.made(local, spec, requires_grad=requires_grad)
     if is_param:
         out._is_param = True
     return out
@@ -237,6 +237,7 @@ def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> D
 # These make DTensors, so they can only come after it.
 from shardwise.tensor import autograd as _autograd  # noqa: E402
 from shardwise.tensor import local as _local  # noqa: E402
+from shardwise.tensor import sparse as _sparse  # noqa: E402
 from shardwise.tensor.dispatch import dispatch  # noqa: E402
 
 # static, for to bind a class method takes longer than to call this

@@ -16,7 +16,9 @@ from shardwise.comm import (
     check_reducible,
     coord_of,
     current_mesh,
+    detached,
     is_simulated,
+    is_sparse,
     members_of,
 )
 from shardwise.layout import (
@@ -33,6 +35,7 @@ from shardwise.layout import (
 from shardwise.tensor.autograd import FromLocal, ToLocal, contiguous_stride
 from shardwise.tensor.check import checked_shape
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.sparse import check_whole, made, nothing_like
 
 __all__ = ["check_device", "from_local", "to_local"]
 
@@ -45,10 +48,10 @@ def check_device(tensor: Tensor, mesh: DeviceMesh, what: str) -> None:
             why="blocks live on the devices of their mesh",
             fix=f"x.to({mesh.device_type!r}) first",
         )
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided and not is_sparse(tensor):
         raise LayoutError(
             f"{what} got a tensor of layout {tensor.layout}.",
-            why="blocks are strided tensors",
+            why="blocks are strided tensors, or sparse",
             fix="x.to_dense() first",
         )
 
@@ -75,7 +78,7 @@ def from_local(
         local = _on_mesh(local, mesh)
     asked = (placements, shape, stride)
     plain = all(x is None or isinstance(x, Sequence) for x in asked)  # what is not has its error to come
-    if run_check or is_simulated() or isinstance(local, PerRank) or not plain:
+    if run_check or is_simulated() or isinstance(local, PerRank) or not plain or is_sparse(local):
         spec = _spec(local, mesh, placements, run_check, shape, stride)
     else:
         given = tuple([None if x is None else tuple(x) for x in asked])
@@ -91,9 +94,9 @@ def from_local(
         return FromLocal.apply(spec, lie, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
     if coord_of(mesh) is None:
         # a rank that is not on the mesh holds nothing, whatever was passed
-        local = local.new_empty(0, requires_grad=local.requires_grad)
+        local = nothing_like(local).requires_grad_(local.requires_grad)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return DTensor(local.detach(), spec)
+        return made(local.detach(), spec)
     return FromLocal.apply(spec, lie, None, local)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -123,6 +126,9 @@ def _spec(
             check_reducible(local.dtype, p.reduce_op)
     layout = _layout(local, mesh, placements, run_check, shape)
     first = local.ranks[0] if isinstance(local, PerRank) else local
+    if is_sparse(local):
+        check_whole(layout, "from_local")
+        return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), None)
     if stride is not None:
         whole_stride = tuple(stride)
         if len(whole_stride) != layout.ndim:
@@ -167,11 +173,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) if i == 0 else x.clone() for i in range(n))
+        return tuple(detached(x) if i == 0 else x.clone() for i in range(n))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if any(not torch.equal(g, grads[0]) for g in grads):
+        first, *others = (g.to_dense() for g in grads)
+        if any(not torch.equal(g, first) for g in others):
             raise RuntimeError(
                 "the gradient of a plain tensor given to from_local differs between the simulated ranks.\n"
                 "  why: each rank has its own copy of the block and so its own gradient; one tensor cannot hold both\n"
@@ -229,6 +236,6 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         result = local
     if getattr(x, "_is_param", False) and not isinstance(result, PerRank):
         # the block of a parameter is one too; on a fresh tensor, so that ours stays unmarked
-        result = result.view_as(result) if result is local else result
+        result = detached(result) if result is local else result
         result._is_param = True
     return result

@@ -32,6 +32,8 @@ def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, told: b
         return []  # it only writes
     out: _Made
     out = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
+    if any(isinstance(t, Tensor) and t.layout is not torch.strided for t in out):
+        return None  # a sparse one lies whole, which no row says
     # what an output mask leaves out is None, and has no layout
     if not any(isinstance(t, Tensor) for t in out):
         return None

@@ -20,6 +20,7 @@ from shardwise.tensor.direct import binding
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.listing import listed
 from shardwise.tensor.made import made_by
+from shardwise.tensor.sparse import holds_sparse
 
 __all__ = ["Met", "Prepared", "full_name", "meet", "prepare", "row_name", "tensors_in"]
 
@@ -118,10 +119,12 @@ def meet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceM
     row = own or row_of(name)
     if row is None and (name not in REGROUPED or in_place):
         return None
+    found = tensors_in([*args, *kwargs.values()])
+    if any(map(holds_sparse, found)):
+        return None
     results = made_by(func, args, kwargs, told=own is not None)
     if results is None:
         return None
-    found = tensors_in([*args, *kwargs.values()])
     call = _call(name or full_name(func), func, args, kwargs, found, results)
     if row is None:
         return Met(call, None, results, ())

@@ -12,6 +12,7 @@ from shardwise.comm import axes_of
 from shardwise.layout import Layout, Spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.prepare import tensors_in
+from shardwise.tensor.sparse import made
 from shardwise.tensor.whole import written_by
 
 __all__ = ["common_part", "on_part"]
@@ -62,4 +63,4 @@ def _narrowed(t: DTensor, part: DeviceMesh) -> DTensor:
     names: Sequence[str] = t.device_mesh.mesh_dim_names or ()
     placements = [t.placements[names.index(name)] for name in part.mesh_dim_names or ()]
     layout = Layout.of(tuple(t.shape), axes_of(part), placements)
-    return DTensor(t._local_tensor, Spec(part, layout, t.dtype, t._spec.shape, t._spec.stride))
+    return made(t._local_tensor, Spec(part, layout, t.dtype, t._spec.shape, t._spec.stride))

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.comm import PerRank, members_of, spread
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.prepare import tensors_in
+from shardwise.tensor.sparse import made
 from shardwise.tensor.whole import replicated_like
 
 __all__ = ["as_replicated", "plain_targets"]
@@ -41,7 +42,7 @@ def as_replicated(
     for t in plain_targets(func, args, kwargs):
         # the first rank has the tensor itself, and so writes to it
         block = spread(t, list(members_of(mesh))) if isinstance(first._local_tensor, PerRank) else t
-        lifted[id(t)] = DTensor(block, replicated_like(t, mesh))
+        lifted[id(t)] = made(block, replicated_like(t, mesh))
     plain = {id(lifted[id(t)]): t for t in plain_targets(func, args, kwargs)}
     result = run(func, _swapped(args, lifted), _swapped(kwargs, lifted))
     return _swapped(result, plain)

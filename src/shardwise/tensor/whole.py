@@ -22,6 +22,7 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
 from shardwise.tensor.rungs import tell
 from shardwise.tensor.seeds import next_draw
+from shardwise.tensor.sparse import made, stride_of
 
 __all__ = [
     "check_operands",
@@ -317,15 +318,10 @@ def write_back(t: DTensor, whole: Tensor) -> None:
 
 def _wrap(result: Any, spec: Spec) -> Any:
     if isinstance(result, Tensor):
-        if result.layout is not torch.strided:
-            raise LayoutError(
-                f"an op on {spec} made a tensor of layout {result.layout}.",
-                why="blocks are strided tensors",
-                fix="keep it dense (as sparse=False), or work on the plain x.full_tensor()",
-            )
-        if result.dtype.is_complex:  # conjugated by a flag, which a DTensor has not
+        alike = replicated_like(result, spec.mesh)
+        if result.dtype.is_complex and alike.stride is not None:  # conjugated by a flag, which a DTensor has not
             result = map_ranks(torch.resolve_conj, result)
-        return DTensor(result, replicated_like(result, spec.mesh))
+        return made(result, alike)
     if isinstance(result, list | tuple):
         return type(result)(_wrap(r, spec) for r in result)
     return result
@@ -333,8 +329,8 @@ def _wrap(result: Any, spec: Spec) -> Any:
 
 def replicated_like(whole: Tensor, mesh: DeviceMesh) -> Spec:
     """The spec of a tensor that every rank of a mesh holds like this one."""
-    stride = tuple(whole.ranks[0].stride() if isinstance(whole, PerRank) else whole.stride())
-    return Spec(mesh, Layout.replicated(whole.shape, axes_of(mesh)), whole.dtype, whole.shape, stride)
+    layout = Layout.replicated(whole.shape, axes_of(mesh))
+    return Spec(mesh, layout, whole.dtype, whole.shape, stride_of(whole))
 
 
 _said: set[Any] = set()
