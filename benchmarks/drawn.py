@@ -16,7 +16,9 @@ __all__ = ["distributed", "flat", "swap"]
 
 
 def distributed(t: Tensor, mesh: sw.DeviceMesh, draw: random.Random, pending: bool = True) -> Any:
-    """A dense tensor on a mesh in a drawn layout, with `pending` parts or without."""
+    """A tensor on a mesh in a drawn layout, with `pending` parts or without; a sparse one lies whole on every rank."""
+    if t.layout is not torch.strided:
+        return sw.distribute_tensor(t.detach(), mesh, [sw.Replicate()] * mesh.ndim)
     placements = [_placement(t, n, draw) for n in mesh.shape]
     kinds = {p.reduce_op for p in placements if isinstance(p, sw.Partial)}
     if len(kinds) > 1 or not pending:  # one kind of reduction per tensor: others do not mix

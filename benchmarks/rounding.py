@@ -35,6 +35,8 @@ def differs(got: Any, want: Any, values: bool = True) -> str:
         return f"dtype {got.dtype} not {want.dtype}"
     if got.layout != want.layout:
         return f"layout {got.layout} not {want.layout}"
+    if want.layout is not torch.strided and (why := _otherwise_sparse(got, want)):
+        return why
     if not values:
         return ""
     try:
@@ -46,6 +48,18 @@ def differs(got: Any, want: Any, values: bool = True) -> str:
         at = far.flatten().nonzero().flatten()[:4].tolist()
         return f"values {got.flatten()[at].tolist()} not {want.flatten()[at].tolist()} at {at}"
     return ""
+
+
+def _otherwise_sparse(got: Tensor, want: Tensor) -> str:
+    """What differs in how two sparse tensors of one kind hold their elements; empty if nothing."""
+    for what in ("sparse_dim", "dense_dim", "_nnz"):
+        if getattr(got, what)() != getattr(want, what)():
+            return f"{what} {getattr(got, what)()} not {getattr(want, what)()}"
+    if want.layout is torch.sparse_coo:
+        alike = got.is_coalesced() == want.is_coalesced()
+        return "" if alike else f"is_coalesced {got.is_coalesced()} not {want.is_coalesced()}"
+    shape = tuple(want.values().shape)
+    return "" if tuple(got.values().shape) == shape else f"values {tuple(got.values().shape)} not {shape}"
 
 
 def same_up_to_rounding(run: Callable[..., Any], mine: Any, dense: Any) -> bool:

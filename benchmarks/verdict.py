@@ -111,8 +111,6 @@ def _dense(op: Any, sample: Any, forward_only: bool) -> tuple[Any, Callable[[int
 
 def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge: bool = True) -> Verdict:
     """The verdict on one sample, in layouts drawn for it; with a judge of what ran on the whole."""
-    if any(isinstance(t, Tensor) and t.layout is not torch.strided for t in _tensors(sample)):
-        return Verdict("skipped", "a sparse input: blocks are strided tensors")
     forward_only = draw.random() < 0.2  # some kernels are taken only where no gradient is wanted
     found = _dense(op, sample, forward_only)
     if found is None:
@@ -135,8 +133,6 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
         with watching(watch):
             mine, mine_grads = _evaluated(op, sample, put, wants)
     except Exception as error:
-        if isinstance(error, sw.LayoutError) and "blocks are strided tensors" in str(error):
-            return Verdict("skipped", "a sparse result: blocks are strided tensors, and the error says so")
         verdict.kind = "error"
         where = f"on {seen} args {_short(sample.args)} {_short(sample.kwargs)}"
         verdict.why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} {where}"
@@ -170,10 +166,6 @@ def _compared(
         if why := differs(*pair, values=not unset):
             return f"gradient of tensor {number}: {why}"
     return ""
-
-
-def _tensors(sample: Any) -> list[Any]:
-    return flat([sample.input, sample.args, sample.kwargs])
 
 
 def _short(value: Any) -> str:

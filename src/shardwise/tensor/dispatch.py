@@ -24,8 +24,7 @@ from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name, ten
 from shardwise.tensor.programs import is_composite
 from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.rungs import tell
-from shardwise.tensor.sparse import holds_sparse
-from shardwise.tensor.sparse_ops import on_sparse
+from shardwise.tensor.sparse_ops import is_about_sparse, on_sparse
 from shardwise.tensor.submesh import common_part, on_part
 from shardwise.tensor.targets import as_replicated, plain_targets
 from shardwise.tensor.whole import check_operands, is_held, off_mesh, on_whole, place_returned
@@ -241,7 +240,7 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         if (offer := better(func, recipe, args, kwargs)) is not None:
             specs = offer.outputs or specs
         return lambda a, k: off_mesh(func, a, k, specs)
-    if any(holds_sparse(t) for t in tensors_in([*args, *kwargs.values()])):
+    if is_about_sparse(args, kwargs):
         return on_sparse(func)
     if torch.Tag.inplace_view in func.tags:
         return lambda a, k: _become(func, a, k)

@@ -21,6 +21,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.listing import listed
 from shardwise.tensor.made import made_by
 from shardwise.tensor.sparse import holds_sparse
+from shardwise.tensor.whole import tensors_in
 
 __all__ = ["Met", "Prepared", "full_name", "meet", "prepare", "row_name", "tensors_in"]
 
@@ -43,17 +44,6 @@ class Prepared:
     regroups: bool = False  # the result is the first tensor's elements in another shape
     shape: tuple[int, ...] | None = None  # this rank's block of it, then
     alike: frozenset[int] = frozenset()  # outputs that are whole on all ranks, as they come
-
-
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among arguments, in lists too, in order."""
-    out: list[Tensor] = []
-    for v in values:
-        if isinstance(v, Tensor):
-            out.append(v)
-        elif isinstance(v, list | tuple):
-            out += tensors_in(v)
-    return out
 
 
 def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:

@@ -36,6 +36,7 @@ __all__ = [
     "plans_to_whole",
     "replicated_like",
     "returned_by",
+    "tensors_in",
     "write_back",
     "written_by",
 ]
@@ -44,9 +45,11 @@ aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
 
 
-def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The last rung: gather the inputs, run the op on the whole, and say so once."""
-    found = _tensors_in([*args, *kwargs.values()])
+def on_whole(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
+) -> Any:
+    """The last rung: gather the inputs, run the op on the whole, or another in its place, and say so once."""
+    found = tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
     plans = plans_to_whole(found)
     mind(func, plans)
@@ -60,7 +63,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = plain_targets(func, args, kwargs) if isinstance(first._local_tensor, PerRank) else []
     for plain in targets:
         whole[id(plain)] = spread(plain, list(members_of(first.device_mesh)))
-    run = _drawing_alike(func, args, kwargs, first.device_mesh)
+    run = run or _drawing_alike(func, args, kwargs, first.device_mesh)
     result = map_ranks(run, *_swap(args, whole), **_swap(kwargs, whole))
     for t in written:
         write_back(t, whole[id(t)])
@@ -113,9 +116,9 @@ def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Se
         returned_by(func, args, kwargs) is not None or not func._schema.returns
     ):
         return returned_by(func, args, kwargs)
-    first = next(t for t in _tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
+    first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
     meta: dict[int, Tensor] = {}
-    for t in _tensors_in([*args, *kwargs.values()]):
+    for t in tensors_in([*args, *kwargs.values()]):
         meta[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     try:
         result = func(*_swap(args, meta), **_swap(kwargs, meta))
@@ -139,13 +142,14 @@ def _nothing(result: Any, first: DTensor, specs: Iterator[Spec] | None) -> Any:
     return result
 
 
-def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, in lists too, in order."""
     out: list[Tensor] = []
     for v in values:
         if isinstance(v, Tensor):
             out.append(v)
         elif isinstance(v, list | tuple):
-            out.extend(_tensors_in(v))
+            out.extend(tensors_in(v))
     return out
 
 
@@ -208,7 +212,7 @@ _HELPS_ITSELF = ("torch.masked", "torch._lowrank", "torch.nn.init")
 
 def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The first DTensor; raise if tensors of several meshes meet, or a plain one that nobody has explained."""
-    found = _tensors_in([*args, *kwargs.values()])
+    found = tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
     for t in found:
         if isinstance(t, DTensor):
@@ -260,7 +264,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     for i, arg in enumerate(func._schema.arguments):
         if arg.name in unsaid or (arg.alias_info is not None and arg.alias_info.is_write):
             value = args[i] if i < len(args) else kwargs.get(arg.name)
-            out.extend(_tensors_in([value]))
+            out.extend(tensors_in([value]))
     return out
 
 
