@@ -18,7 +18,15 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank, map_ranks, spread
 from shardwise.comm.run import run, start
 from shardwise.comm.scatter import block_of, scatter
-from shardwise.comm.sparse import detached, is_sparse, parts_of, scatter_sparse, sparse_of
+from shardwise.comm.sparse import (
+    cut_sparse,
+    detached,
+    is_sparse,
+    parts_of,
+    places_in,
+    scatter_sparse,
+    sparse_of,
+)
 from shardwise.comm.wire import bytes_of, check_reducible
 from shardwise.comm.world import is_simulated, on_mesh, per_rank, simulate
 
@@ -38,6 +46,7 @@ __all__ = [
     "coord_of",
     "counting",
     "current_mesh",
+    "cut_sparse",
     "detached",
     "group_of",
     "is_simulated",
@@ -49,6 +58,7 @@ __all__ = [
     "parts_of",
     "peers_of",
     "per_rank",
+    "places_in",
     "run",
     "scatter",
     "scatter_sparse",

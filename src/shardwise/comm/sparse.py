@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import axes_of
+from shardwise.comm.mesh import Coord, axes_of
 from shardwise.comm.per_rank import PerRank, map_ranks
 from shardwise.comm.scatter import scatter
 from shardwise.comm.world import on_mesh
-from shardwise.layout import Layout
+from shardwise.layout import Layout, block_shape, owned
 
-__all__ = ["detached", "is_sparse", "parts_of", "scatter_sparse", "sparse_of"]
+__all__ = ["cut_sparse", "detached", "is_sparse", "parts_of", "places_in", "scatter_sparse", "sparse_of"]
 
 _KINDS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
@@ -52,6 +53,59 @@ def sparse_of(parts: Sequence[Tensor], like: Tensor, is_coalesced: bool = False)
     else:
         made = torch.sparse_compressed_tensor(*parts, like.shape, layout=like.layout, check_invariants=False)
     return made
+
+
+class Places(NamedTuple):
+    """Which elements of a sparse tensor are in a block, and where: per sparse dim, meaningless for the others."""
+
+    inside: Tensor
+    index: Tensor
+
+
+def places_in(indices: Tensor, layout: Layout, coord: Coord) -> Places:
+    """Where the block at a coord has elements whose indices in the whole are these, one column each.
+
+    >>> from shardwise.layout import Axes, Shard
+    >>> split = Layout.of((4,), Axes((2,)), [Shard(0)])
+    >>> [p.tolist() for p in places_in(torch.tensor([[0, 3]]), split, (1,))]
+    [[False, True], [[-2, 1]]]
+    """
+    inside = torch.ones(indices.shape[1], dtype=torch.bool, device=indices.device)
+    rows = []
+    for row, mine in zip(indices, owned(layout, coord), strict=False):
+        if isinstance(mine, range):
+            inside &= (row >= mine.start) & (row < mine.stop)
+            rows.append(row - mine.start)
+        else:
+            known = torch.tensor(mine, dtype=row.dtype, device=row.device)
+            at = torch.searchsorted(known, row).clamp_(max=len(mine) - 1)
+            inside &= known[at] == row
+            rows.append(at)
+    return Places(inside, torch.stack(rows) if rows else indices)
+
+
+def cut_sparse(t: Tensor, layout: Layout, coord: Coord) -> Tensor:
+    """The block of a COO tensor at a coord, COO itself.
+
+    >>> from shardwise.layout import Axes, Shard
+    >>> cut_sparse(torch.eye(3).to_sparse(), Layout.of((3, 3), Axes((2,)), [Shard(0)]), (1,)).to_dense()
+    tensor([[0., 0., 1.]])
+    """
+    indices, values = parts_of(t)
+    inside, index = places_in(indices, layout, coord)
+    values = values[inside]
+    for d, mine in enumerate(owned(layout, coord)[t.sparse_dim() :], 1):
+        if isinstance(mine, range):
+            values = values.narrow(d, mine.start, len(mine)) if len(mine) else values.narrow(d, 0, 0)
+        else:
+            values = values.index_select(d, torch.tensor(mine, device=values.device))
+    return torch.sparse_coo_tensor(
+        index[:, inside],
+        values,
+        block_shape(layout, coord),
+        is_coalesced=t.is_coalesced(),
+        check_invariants=False,
+    )
 
 
 def scatter_sparse(whole: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor | None:

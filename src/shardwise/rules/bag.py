@@ -31,6 +31,7 @@ def _forward() -> Row:
             _wide(call, ("weight",)),
             ((None, "d"), (None,) * len(call.outputs[1]), (None,) * len(call.outputs[2]), chosen),
             linear=() if largest else groups_of(call, [[0], [3]]),
+            empty=largest,  # the other kernels take no table without width
             alike=alike,
         )
 
