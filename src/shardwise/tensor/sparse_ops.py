@@ -78,7 +78,7 @@ def _adding(func: Any) -> Run:
         here = isinstance(x, DTensor) and isinstance(y, DTensor) and not holds_sparse(x)
         if not here or y._local_tensor.layout is not torch.sparse_coo or not _is_cut_alone(x, y):
             return on_whole(func, args, kwargs)
-        tell(func, "row", args, kwargs)
+        tell(func, "offer", args, kwargs)
         layout = x._spec.layout
 
         def local(coord: Any, block: Tensor, whole: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = Layout.replicated(shape, axes)
     plan = plan_redistribute(pending, whole, x.dtype.itemsize)
     mind(func, [plan])
-    tell(func, "row", args, kwargs, [plan])
+    tell(func, "offer", args, kwargs, [plan])
     values = redistributed(DTensor(found, spec), whole)._local_tensor
     made_of = map_ranks(lambda v, m: sparse_of([m._indices(), v], m, m.is_coalesced()), values, mask._local_tensor)
     return made(made_of, replicated_like(made_of, x.device_mesh))
