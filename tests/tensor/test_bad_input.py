@@ -211,7 +211,7 @@ CASES = {
     "a list for a block": (lambda w: w.local([1.0, 2.0]), RuntimeError, "only accepts torch.Tensor"),
     "a DTensor for a block": (lambda w: w.local(w.x), RuntimeError, "x.to_local()"),
     "a sparse tensor": (
-        lambda w: distribute_tensor(torch.eye(4).to_sparse(), w.line, [R]),
+        lambda w: distribute_tensor(torch.eye(4).to_sparse(), w.line, [Shard(0)]),
         ValueError,
         "to_dense",
     ),

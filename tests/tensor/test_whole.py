@@ -46,13 +46,6 @@ def test_ranks_agree_on_what_is_drawn(draw, placement):
         assert not torch.equal(draw(x).full_tensor().ranks[0], first)
 
 
-def test_a_sparse_result_is_refused():
-    with sw.simulate(2):
-        x = sw.distribute_tensor(torch.eye(4), sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)])
-        with pytest.raises(sw.LayoutError, match="made a tensor of layout"):
-            x.to_sparse()
-
-
 def test_torchs_own_plain_helpers_count_as_replicated_and_others_do_not():
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))

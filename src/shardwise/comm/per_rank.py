@@ -34,7 +34,8 @@ class PerRank(torch.Tensor):
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:
         first = _first(blocks)
         # The wrapper's own metadata is the first rank's: only code that bypasses torch functions sees it.
-        sparse = first.layout is not torch.strided  # such have no strides, and of several kinds only they know which
+        # Sparse ones have no strides, and which of several kinds they are is asked by an op.
+        sparse = first.layout is not torch.strided
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             first.shape,

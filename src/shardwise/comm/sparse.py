@@ -48,18 +48,23 @@ def parts_of(t: Tensor) -> list[Tensor]:
 
 def sparse_of(parts: Sequence[Tensor], like: Tensor, is_coalesced: bool = False) -> Tensor:
     """The sparse tensor that consists of some dense ones, in the shape and of the kind of another."""
+    shape = tuple(like.shape)
     if like.layout is torch.sparse_coo:
-        made = torch.sparse_coo_tensor(*parts, like.shape, is_coalesced=is_coalesced, check_invariants=False)
-    else:
-        made = torch.sparse_compressed_tensor(*parts, like.shape, layout=like.layout, check_invariants=False)
-    return made
+        where, values = parts
+        return torch.sparse_coo_tensor(
+            where, values, shape, is_coalesced=is_coalesced, check_invariants=False
+        )
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=like.layout, check_invariants=False
+    )
 
 
 class Places(NamedTuple):
     """Which elements of a sparse tensor are in a block, and where: per sparse dim, meaningless for the others."""
 
     inside: Tensor
-    index: Tensor
+    here: Tensor
 
 
 def places_in(indices: Tensor, layout: Layout, coord: Coord) -> Places:
@@ -92,7 +97,7 @@ def cut_sparse(t: Tensor, layout: Layout, coord: Coord) -> Tensor:
     tensor([[0., 0., 1.]])
     """
     indices, values = parts_of(t)
-    inside, index = places_in(indices, layout, coord)
+    inside, here = places_in(indices, layout, coord)
     values = values[inside]
     for d, mine in enumerate(owned(layout, coord)[t.sparse_dim() :], 1):
         if isinstance(mine, range):
@@ -100,8 +105,9 @@ def cut_sparse(t: Tensor, layout: Layout, coord: Coord) -> Tensor:
         else:
             values = values.index_select(d, torch.tensor(mine, device=values.device))
     return torch.sparse_coo_tensor(
-        index[:, inside],
-        values,
+        here[:, inside],
+        # torch's kernels take the stride of a row for its length, and that of the only row is no matter to `contiguous`
+        values.clone(memory_format=torch.contiguous_format),
         block_shape(layout, coord),
         is_coalesced=t.is_coalesced(),
         check_invariants=False,
@@ -114,7 +120,7 @@ def scatter_sparse(whole: Tensor, mesh: DeviceMesh, source: int | None) -> Tenso
     How many elements it has only the source knows: it says so first, then sends the parts.
     """
     if source is None:
-        return on_mesh(mesh, lambda coord, t: t.clone(), whole)
+        return on_mesh(mesh, lambda coord, t: t.clone(), whole)  # type: ignore[no-any-return]
     axes = axes_of(mesh)
     header = map_ranks(_header, whole)
     said = scatter(header, Layout.replicated(header.shape, axes), mesh, source)
@@ -136,7 +142,7 @@ def _header(t: Tensor) -> Tensor:
 
 
 def _rooms(t: Tensor, header: Tensor) -> list[Tensor]:
-    """This rank's parts, or room for the source's where those are of another shape."""
+    """A rank's own parts, or room for the source's where those are of another shape."""
     _, width, *shapes = header.tolist()
     index = torch.int32 if width == 4 else torch.int64
     out = []

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Pending, PerRank, detached, is_sparse, run, start
+from shardwise.comm import Pending, PerRank, cut_sparse, detached, is_sparse, on_mesh, run, start
 from shardwise.layout import Layout, Spec, global_stride
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.awaited import Awaited
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.sparse import made, moved, ready_for, stride_of
+from shardwise.tensor.sparse import made, moved, stride_of
 
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "contiguous_stride", "grad_layout", "redistributed"]
 
@@ -77,8 +77,22 @@ class Redistribute(torch.autograd.Function):
         (grad,) = grads
         forward, backward = ctx.dtypes
         target = grad_layout(ctx.source)
-        out = Redistribute.apply(ready_for(grad, target), target, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
+        out = Redistribute.apply(_ready_for(grad, target), target, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
         return (out if out.dtype == ctx.dtype else out.to(ctx.dtype)), None, None, None, None
+
+
+def _ready_for(grad: Any, target: Layout) -> Any:
+    """A gradient that may be brought into a layout: dense, if no sparse tensor lies so."""
+    if grad._spec.stride is not None or grad._spec.layout is target:
+        return grad
+    if torch.is_grad_enabled() or target.partial or grad._local_tensor.layout is not torch.sparse_coo:
+        return grad.to_dense()
+    # nobody differentiates it again, so each rank may make no more than its block
+    block = on_mesh(grad.device_mesh, lambda c, t: cut_sparse(t, target, c).to_dense(), grad._local_tensor)
+    if block is None:
+        return grad.to_dense()
+    spec = Spec(grad.device_mesh, target, grad.dtype, grad._spec.shape, contiguous_stride(grad.shape))
+    return DTensor(block, spec)
 
 
 def _blocks(local: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +123,8 @@ class ToLocal(torch.autograd.Function):
             grads = tuple(
                 g if g is not None else _no_grad_block(spec, r) for g, r in zip(grads, ctx.ranks, strict=True)
             )
-        if any(map(is_sparse, grads)) and (layout.sharded or layout.partial or not all(map(is_sparse, grads))):
+        sparse = [is_sparse(g) for g in grads]
+        if any(sparse) and (layout.sharded or layout.partial or not all(sparse)):
             grads = tuple(g.to_dense() for g in grads)  # no sparse tensor lies so
         if scale != 1:
             grads = tuple(g * scale for g in grads)
@@ -170,7 +185,7 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_lie if ctx.grads_lie is not None else grad_layout(layout)
-        there = Redistribute.apply(ready_for(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
+        there = Redistribute.apply(_ready_for(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank's share of an extreme is its own, so what is said of them in a second backward adds up
         own = ctx.grads_lie is None and any(op in ("max", "min") for _, op in layout.partial)
         back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if own else None

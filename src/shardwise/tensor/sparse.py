@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import PerRank, cut_sparse, detached, is_sparse, map_ranks, on_mesh
-from shardwise.layout import Layout, LayoutError, Spec, global_stride
+from shardwise.comm import PerRank, detached, is_sparse, map_ranks
+from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Sparse", "check_whole", "contiguous_stride", "holds_sparse", "made", "moved", "nothing_like", "ready_for", "stride_of"]
+__all__ = ["Sparse", "check_whole", "holds_sparse", "made", "moved", "nothing_like", "stride_of"]
 
 
 class Sparse(DTensor):
@@ -79,11 +78,6 @@ def stride_of(local: Tensor) -> tuple[int, ...] | None:
     return tuple(local.ranks[0].stride() if isinstance(local, PerRank) else local.stride())
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return global_stride(shape, range(len(shape), 0, -1))
-
-
 def check_whole(layout: Layout, what: str) -> None:
     """Raise if a layout is none that a sparse tensor can have."""
     if layout.sharded or layout.partial:
@@ -105,17 +99,3 @@ def nothing_like(t: Tensor) -> Tensor:
     """What a rank that is not on the mesh holds of a tensor: nothing, or no element of a sparse one."""
     first = t.ranks[0] if isinstance(t, PerRank) else t
     return torch.zeros_like(first).requires_grad_(False) if is_sparse(first) else first.new_empty(0)
-
-
-def ready_for(grad: Any, target: Layout) -> Any:
-    """A gradient that may be brought into a layout: dense, if no sparse tensor lies so."""
-    if grad._spec.stride is not None or grad._spec.layout is target:
-        return grad
-    if torch.is_grad_enabled() or target.partial or grad._local_tensor.layout is not torch.sparse_coo:
-        return grad.to_dense()
-    # nobody differentiates it again, so each rank may make no more than its block
-    block = on_mesh(grad.device_mesh, lambda c, t: cut_sparse(t, target, c).to_dense(), grad._local_tensor)
-    if block is None:
-        return grad.to_dense()
-    spec = Spec(grad.device_mesh, target, grad.dtype, grad._spec.shape, contiguous_stride(grad.shape))
-    return DTensor(block, spec)

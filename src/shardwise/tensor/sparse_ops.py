@@ -40,7 +40,8 @@ def on_sparse(func: Any) -> Run:
     def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = on_whole(func, args, kwargs)
         for t in written_by(func, args, kwargs):
-            if holds_sparse(t) and t._local_tensor.shape != t.shape:  # sparse tensors may be resized, and turned, in place
+            # sparse tensors may be resized, and turned, in place
+            if holds_sparse(t) and t._local_tensor.shape != t.shape:
                 t.data = made(t._local_tensor, replicated_like(t._local_tensor, t.device_mesh))
         return result
 
@@ -108,9 +109,9 @@ def _masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_whole(func, args, kwargs)
 
     def local(coord: Any, block: Tensor, kept: Tensor) -> Tensor:
-        inside, index = places_in(kept._indices(), layout, coord)
+        inside, here = places_in(kept._indices(), layout, coord)
         found = block.new_zeros(kept._values().shape)
-        found[inside] = block[tuple(index[:, inside])]
+        found[inside] = block[tuple(here[:, inside])]
         return found
 
     found = on_mesh(x.device_mesh, local, x._local_tensor, mask._local_tensor)
@@ -123,8 +124,12 @@ def _masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mind(func, [plan])
     tell(func, "offer", args, kwargs, [plan])
     values = redistributed(DTensor(found, spec), whole)._local_tensor
-    made_of = map_ranks(lambda v, m: sparse_of([m._indices(), v], m, m.is_coalesced()), values, mask._local_tensor)
-    return made(made_of, replicated_like(made_of, x.device_mesh))
+    result = map_ranks(_with_values, mask._local_tensor, values)
+    return made(result, replicated_like(result, x.device_mesh))
+
+
+def _with_values(t: Tensor, values: Tensor) -> Tensor:
+    return sparse_of([t._indices(), values], t, t.is_coalesced())
 
 
 _OWN: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {

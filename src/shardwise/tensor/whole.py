@@ -323,7 +323,8 @@ def write_back(t: DTensor, whole: Tensor) -> None:
 def _wrap(result: Any, spec: Spec) -> Any:
     if isinstance(result, Tensor):
         alike = replicated_like(result, spec.mesh)
-        if result.dtype.is_complex and alike.stride is not None:  # conjugated by a flag, which a DTensor has not
+        # conjugated by a flag, which a DTensor has not
+        if result.dtype.is_complex and alike.stride is not None:
             result = map_ranks(torch.resolve_conj, result)
         return made(result, alike)
     if isinstance(result, list | tuple):
