@@ -396,25 +396,28 @@ def off_the_mesh():
     out = torch.sparse.mm(x, y)
     w = sw.distribute_tensor(table(), mesh, [Shard(0)]).requires_grad_()
     nnf.embedding(sw.distribute_tensor(torch.tensor([1, 1, 9]), mesh), w, sparse=True).sum().backward()
-    on = mesh.get_coordinate() is not None
-    return (
-        on,
-        out.shape,
-        x.layout,
-        out.full_tensor() if on else None,
-        w.grad.full_tensor() if on else w.grad.shape,
-    )
+    made_of = y.to_sparse()
+    shown = [(type(t).__name__, tuple(t.shape)) for t in (out, w.grad, made_of, made_of * 2)]
+    try:
+        made_of._nnz()
+    except LayoutError as error:
+        return shown, str(error)
+    return shown, [t.full_tensor() for t in (out, w.grad.to_dense(), (made_of * 2).to_dense())]
 
 
 @pytest.mark.processes
 def test_ranks_off_the_mesh_go_along(workers):
-    for on, shape, _, out, grad in workers.run(off_the_mesh):
-        assert shape == (4, 3)
-        if on:
-            torch.testing.assert_close(out, matrix() @ tall())
-            assert grad.to_dense()[1].tolist() == [2] * 4
+    want = [
+        matrix() @ tall(),
+        torch.zeros(10, 4).index_add(0, torch.tensor([1, 1, 9]), torch.ones(3, 4)),
+        tall() * 2,
+    ]
+    for rank, (shown, got) in enumerate(workers.run(off_the_mesh)):
+        assert shown == [("DTensor", (4, 3)), ("Sparse", (10, 4)), ("Sparse", (4, 3)), ("Sparse", (4, 3))]
+        if rank < 2:
+            assert_same(got, want)
         else:
-            assert grad == (10, 4)
+            assert "not on the mesh" in got
 
 
 @pytest.fixture

@@ -235,6 +235,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     if (run := draws(func)) is not None:
         return lambda a, k: run(*a, **k)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
+        if func is torch.ops.prim.layout.default:
+            return on_sparse(func)
         recipe = prepare(func, args, kwargs)
         specs = None if recipe is None else recipe.outputs
         if (offer := better(func, recipe, args, kwargs)) is not None:

@@ -22,7 +22,7 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import mind, replicates
 from shardwise.tensor.rungs import tell
 from shardwise.tensor.seeds import next_draw
-from shardwise.tensor.sparse import made, stride_of
+from shardwise.tensor.sparse import holds_sparse, made, stride_of
 
 __all__ = [
     "check_operands",
@@ -116,22 +116,60 @@ def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Se
         returned_by(func, args, kwargs) is not None or not func._schema.returns
     ):
         return returned_by(func, args, kwargs)
-    first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
-    meta: dict[int, Tensor] = {}
-    for t in tensors_in([*args, *kwargs.values()]):
-        meta[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    found = tensors_in([*args, *kwargs.values()])
+    first = next(t for t in found if isinstance(t, DTensor))
+    sparse = any(map(holds_sparse, found))
+    if sparse and func in _COUNTS and torch._C._current_graph_task_id() == -1:
+        raise _off(func, first)
+    instead = {id(t): _void(t) if sparse else _on_meta(t) for t in found}
     try:
-        result = func(*_swap(args, meta), **_swap(kwargs, meta))
+        result = func(*_swap(args, instead), **_swap(kwargs, instead))
     except (NotImplementedError, RuntimeError) as error:
-        raise LayoutError(
-            f"{func} ran on a rank that is not on the mesh {first.device_mesh}.",
-            why="this rank holds nothing of the tensor, and the op's result depends on its values",
-            fix="call it only where mesh.get_coordinate() is not None",
-        ) from error
+        if not sparse and (result := _sparse_of_nothing(func, args, kwargs)) is not None:
+            return _nothing(result, first, None)
+        raise _off(func, first) from error
     return _nothing(result, first, None if specs is None else iter(specs))
 
 
+def _off(func: Any, first: DTensor) -> LayoutError:
+    return LayoutError(
+        f"{func} ran on a rank that is not on the mesh {first.device_mesh}.",
+        why="this rank holds nothing of the tensor, and the op's result depends on its values",
+        fix="call it only where mesh.get_coordinate() is not None",
+    )
+
+
+# What these give depends on how many elements a sparse tensor has.
+_COUNTS = {
+    getattr(aten, name).default
+    for name in "_nnz is_coalesced indices _indices values _values col_indices row_indices".split()
+}
+
+
+def _on_meta(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _void(t: Tensor) -> Tensor:
+    """A tensor to run an op on that has no values: zeros in no memory, or a sparse one without elements."""
+    if isinstance(t, DTensor) and holds_sparse(t):
+        return t._local_tensor
+    return t if holds_sparse(t) else torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)
+
+
+def _sparse_of_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What comes out, without elements, of an op that makes a sparse tensor; None of any other."""
+    void = {id(t): _void(t) for t in tensors_in([*args, *kwargs.values()])}
+    try:
+        result = func(*_swap(args, void), **_swap(kwargs, void))
+    except (NotImplementedError, RuntimeError):
+        return None
+    return result if isinstance(result, Tensor) and holds_sparse(result) else None
+
+
 def _nothing(result: Any, first: DTensor, specs: Iterator[Spec] | None) -> Any:
+    if isinstance(result, Tensor) and holds_sparse(result):
+        return made(result, replicated_like(result, first.device_mesh))
     if isinstance(result, Tensor):
         layout = Layout.replicated(result.shape, first.layout.axes)
         whole = Spec(first.device_mesh, layout, result.dtype, result.shape, tuple(result.stride()))
