@@ -461,6 +461,25 @@ def test_adding_to_a_split_tensor_sends_nothing(mesh):
     assert not w.full_tensor().ranks[0].any()
 
 
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc"])
+def test_a_product_keeps_the_split_that_its_result_has(mesh, kind):
+    a = sw.distribute_tensor(KINDS[kind](matrix()), mesh)
+    for x, y in (
+        (a, sw.distribute_tensor(tall(), mesh, [Shard(1)])),
+        (sw.distribute_tensor(tall().t(), mesh, [Shard(0)]), a),
+    ):
+        with counting() as ledger:
+            got = x @ y
+        assert ledger.bytes == 0
+        assert str(got.layout) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
+        assert_same(whole(got), matrix() @ tall() if x is a else tall().t() @ matrix())
+    y = sw.distribute_tensor(tall(), mesh, [Shard(1)])
+    with counting() as ledger:
+        got = torch.sparse.mm(a, y)
+    assert ledger.bytes == 0
+    assert_same(whole(got), matrix() @ tall())
+
+
 def test_a_mask_sends_no_more_than_what_it_has(mesh):
     w = sw.distribute_tensor(table(), mesh, [Shard(0)])
     mask = sw.distribute_tensor(torch.eye(10, 4).to_sparse(1), mesh)
