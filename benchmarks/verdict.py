@@ -50,6 +50,8 @@ def _loss(result: Any) -> Tensor | None:
     total = None
     for out in flat(result):
         if isinstance(out, Tensor) and out.requires_grad:
+            if out.dtype == torch.complex32:  # which torch does not multiply
+                out = out.to(torch.complex64)
             weights = (torch.arange(out.numel()) * 5 % 11 - 5.5).view(out.shape).to(out.dtype) / 8
             if isinstance(out, sw.DTensor):
                 mesh = out.device_mesh

@@ -90,6 +90,12 @@ def accumulated(put):
     return [sparse, sparse._nnz(), sparse.coalesce().values(), sparse.coalesce().indices(), w.grad]
 
 
+def dense_gradient(put):
+    given = [put(m).requires_grad_() for m in (matrix().to_sparse_csr(), tall(), tall().t().contiguous())]
+    torch.sparse.sampled_addmm(*given, beta=2.0).sum().backward()
+    return [x.grad for x in given]
+
+
 def facts(put, make):
     x = put(make(matrix()))
     return [x._nnz(), x.sparse_dim(), x.dense_dim(), x.numel(), x.is_sparse, x.is_sparse_csr, tuple(x.shape)]
@@ -194,6 +200,7 @@ PROGRAMS = {
     "sampled_addmm": grads(
         torch.sparse.sampled_addmm, lambda: matrix().to_sparse_csr(), tall, lambda: tall().t().contiguous()
     ),
+    "a dense gradient of a sparse one": dense_gradient,
     "smm": lambda put: torch.smm(put(matrix().to_sparse()), put(tall())),
     "smm has no derivative": without_derivative,
     "sspaddmm": lambda put: torch.sspaddmm(put(tall().to_sparse()), put(matrix().to_sparse()), put(tall())),
@@ -513,6 +520,9 @@ def test_a_gradient_reaches_a_block_and_a_plain_tensor(lies):
         index = sw.distribute_tensor(at, mesh)
         nnf.embedding(index, w.redistribute(placements=[Replicate()]), sparse=True).pow(2).sum().backward()
         assert_same(whole(w.grad).to_dense(), want)
+        moved = w.redistribute(placements=[Replicate()])
+        out = nnf.embedding(index, moved, sparse=True).pow(2).sum()
+        assert_same(whole(torch.autograd.grad(out, w, create_graph=True)[0]).to_dense(), want)
         blocks = sw.distribute_tensor(table(), mesh, LIES[lies]).to_local().detach()
         blocks = sw.PerRank({r: b.clone().requires_grad_() for r, b in blocks._blocks.items()})
         made_of = DTensor.from_local(blocks, mesh, LIES[lies])
