@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FILLED", "NAN_GRADIENTS", "excluded"]
+__all__ = ["FILLED", "excluded"]
 
 _UNSET = "its values are whatever the memory held: shape and dtype are compared"
 
@@ -15,10 +15,6 @@ _NO_FUNCTION: dict[str, str] = dict.fromkeys(
 
 # Ops that fill their input with random numbers: a pending one is an error.
 FILLED = frozenset({"cauchy", "exponential", "geometric", "log_normal", "uniform", "normal.in_place"})
-
-# Where an element is NaN, torch's gradient of a product divides by it, on plain tensors only: NaN. For any subclass
-# torch multiplies the others instead, which is the derivative. Such elements of the gradient are not compared.
-NAN_GRADIENTS = frozenset({"prod", "masked.prod"})
 
 
 def excluded(op: Any) -> str:
