@@ -24,7 +24,8 @@ _MOST_DIMS = 16
 
 def is_sparse(t: Tensor) -> bool:
     """Whether a plain tensor is one of torch's sparse kinds."""
-    return t.layout in _KINDS
+    layout = t.layout
+    return layout is not torch.strided and layout in _KINDS
 
 
 def detached(t: Tensor) -> Tensor:

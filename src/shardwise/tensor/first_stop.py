@@ -10,6 +10,8 @@ import torch
 __all__ = ["as_torch_does", "put_first"]
 
 _KEY = "PythonTLSSnapshot"
+_HERE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+_past = torch._C._ExcludeDispatchKeyGuard
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -20,6 +22,5 @@ def put_first(name: str, run: Callable[..., Any]) -> None:
 
 def as_torch_does(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Go on past the first stop."""
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-    with torch._C._ExcludeDispatchKeyGuard(key):
+    with _past(_HERE):
         return func(*args, **kwargs)

@@ -78,7 +78,7 @@ def from_local(
         local = _on_mesh(local, mesh)
     asked = (placements, shape, stride)
     plain = all(x is None or isinstance(x, Sequence) for x in asked)  # what is not has its error to come
-    if run_check or is_simulated() or isinstance(local, PerRank) or not plain or is_sparse(local):
+    if run_check or is_simulated() or isinstance(local, PerRank) or not plain or local.layout is not _STRIDED:
         spec = _spec(local, mesh, placements, run_check, shape, stride)
     else:
         given = tuple([None if x is None else tuple(x) for x in asked])
@@ -96,11 +96,12 @@ def from_local(
         # a rank that is not on the mesh holds nothing, whatever was passed
         local = nothing_like(local).requires_grad_(local.requires_grad)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return made(local.detach(), spec)
+        return DTensor(local.detach(), spec) if spec.stride is not None else made(local.detach(), spec)
     return FromLocal.apply(spec, lie, None, local)  # type: ignore[no-any-return, no-untyped-call]
 
 
 _known = PerMesh(most=1024)
+_STRIDED = torch.strided
 
 
 def _spec(

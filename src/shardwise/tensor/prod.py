@@ -16,21 +16,27 @@ from shardwise.tensor.first_stop import as_torch_does
 
 __all__ = ["prod", "prod_along"]
 
-aten = torch.ops.aten
+_whole, _along = torch.ops.aten.prod.default._op, torch.ops.aten.prod.dim_int._op
 
 
 def prod(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.prod(x)`, before autograd."""
     if _wants_grad(x):
         return _Prod.apply(x, None, False, dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return as_torch_does(aten.prod.default, x, dtype=dtype)  # type: ignore[no-any-return]
+    return _plain(x, None, False, dtype)
 
 
 def prod_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.prod(x, dim)`, before autograd."""
     if _wants_grad(x):
         return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return as_torch_does(aten.prod.dim_int, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    return _plain(x, dim, keepdim, dtype)
+
+
+def _plain(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    if dim is None:
+        return as_torch_does(_whole, x, dtype=dtype)  # type: ignore[no-any-return]
+    return as_torch_does(_along, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def _wants_grad(x: Tensor) -> bool:
@@ -49,11 +55,7 @@ class _Prod(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Any:
         ctx.dim, ctx.keepdim = dim, keepdim
-        out = (
-            aten.prod.default(x, dtype=dtype)
-            if dim is None
-            else aten.prod.dim_int(x, dim, keepdim, dtype=dtype)
-        )
+        out = _plain(x, dim, keepdim, dtype)
         ctx.save_for_backward(x, out)
         return out
 
