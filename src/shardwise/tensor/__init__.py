@@ -14,11 +14,13 @@ from shardwise.tensor.instead import give_values
 from shardwise.tensor.noise import draw_noise_for_dtensors
 from shardwise.tensor.one_device import one_device
 from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
+from shardwise.tensor.prod import divide_products
 from shardwise.tensor.random_factories import rand, randint, randn, randperm
 from shardwise.tensor.register import register_sharding
 from shardwise.tensor.rungs import watching
 from shardwise.tensor.saved import allow_loading
 from shardwise.tensor.seeds import fork_rng, get_rng_state, manual_seed, set_rng_state
+from shardwise.tensor.sparse_made import make_sparse
 
 __all__ = [
     "CommunicationError",
@@ -50,6 +52,8 @@ __all__ = [
 
 allow_loading()
 give_values()
+make_sparse()
+divide_products()
 draw_noise_for_dtensors()
 draw_for_torch()
 follow_torch()

@@ -14,6 +14,8 @@ from shardwise.tensor.dtensor import DTensor
 __all__ = ["give_values", "instead_of"]
 
 _KEY = "PythonTLSSnapshot"  # the first stop of tensors with a dispatch of their own, and of no others
+_HERE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+_past = torch._C._ExcludeDispatchKeyGuard
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -27,8 +29,7 @@ def instead_of(
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if when(args, kwargs) and any(isinstance(t, DTensor) for t in tree_leaves([args, kwargs])):
             return run(*args, **kwargs)
-        key = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-        with torch._C._ExcludeDispatchKeyGuard(key):
+        with _past(_HERE):
             return func(*args, **kwargs)
 
     _library.impl(

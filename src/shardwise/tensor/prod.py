@@ -12,36 +12,30 @@ import torch
 from torch import Tensor
 
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.first_stop import as_torch_does
+from shardwise.tensor.instead import instead_of
 
-__all__ = ["prod", "prod_along"]
+__all__ = ["divide_products"]
 
-_whole, _along = torch.ops.aten.prod.default._op, torch.ops.aten.prod.dim_int._op
-
-
-def prod(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.prod(x)`, before autograd."""
-    if _wants_grad(x):
-        return _Prod.apply(x, None, False, dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return _plain(x, None, False, dtype)
+aten = torch.ops.aten
 
 
-def prod_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.prod(x, dim)`, before autograd."""
-    if _wants_grad(x):
-        return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return _plain(x, dim, keepdim, dtype)
+def divide_products() -> None:
+    """Put our way before torch's where a DTensor wants a gradient."""
+    instead_of(aten.prod.default, _of_all, _wants_grad)
+    instead_of(aten.prod.dim_int, _along, _wants_grad)
 
 
-def _plain(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    if dim is None:
-        return as_torch_does(_whole, x, dtype=dtype)  # type: ignore[no-any-return]
-    return as_torch_does(_along, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+def _of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _Prod.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
 
 
-def _wants_grad(x: Tensor) -> bool:
+def _along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
+
+
+def _wants_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # what is traced has no values to look for zeros in
-    return isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and not _is_traced()
+    return bool(args[0].requires_grad) and torch.is_grad_enabled() and not _is_traced()
 
 
 def _is_traced() -> bool:
@@ -55,7 +49,8 @@ class _Prod(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Any:
         ctx.dim, ctx.keepdim = dim, keepdim
-        out = _plain(x, dim, keepdim, dtype)
+        given = (x,) if dim is None else (x, dim, keepdim)
+        out = (aten.prod.default if dim is None else aten.prod.dim_int)(*given, dtype=dtype)
         ctx.save_for_backward(x, out)
         return out
 
