@@ -27,15 +27,6 @@ from shardwise.comm.sparse import (
     scatter_sparse,
     sparse_of,
 )
-from shardwise.comm.sparse import (
-    cut_sparse,
-    detached,
-    is_sparse,
-    parts_of,
-    places_in,
-    scatter_sparse,
-    sparse_of,
-)
 from shardwise.comm.wire import bytes_of, check_reducible
 from shardwise.comm.world import is_simulated, on_mesh, per_rank, simulate
 
