@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
 from shardwise.layout import block_shape
-from shardwise.tensor.direct import _BOUND, _BOUND_NN, binding
+from shardwise.tensor.direct import _BOUND, _BOUND_METHODS, _BOUND_NN, binding
 from shardwise.tensor.dispatch import _ops
 
 pytestmark = pytest.mark.processes
@@ -155,7 +155,7 @@ def test_numbers_that_no_row_reads_make_no_new_recipes(workers):
 
 
 def test_bindings_take_what_their_ops_take():
-    for name in _BOUND | _BOUND_NN:
+    for name in _BOUND | _BOUND_METHODS | _BOUND_NN:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             func = getattr(packet, overload)

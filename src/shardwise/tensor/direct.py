@@ -33,15 +33,20 @@ _new: Any = torch.Tensor._dtensor__new__
 _BOUND = frozenset(
     "add sub mul div neg exp log sqrt rsqrt reciprocal tanh sigmoid relu sin cos abs pow where eq ne lt le gt ge "
     "maximum minimum logical_not bitwise_not isnan isfinite sign floor ceil round trunc erf expm1 log1p sub "
-    "mm bmm mv addmm baddbmm t transpose permute select clone detach _softmax _log_softmax sum mean amax amin "
+    "mm bmm mv addmm baddbmm t transpose permute clone _softmax _log_softmax sum mean amax amin "
     "zeros_like ones_like cat embedding unsqueeze native_layer_norm".split()
 )
+_BOUND_METHODS = frozenset("detach select".split())
 _BOUND_NN = frozenset("gelu silu mish softplus hardtanh hardswish hardsigmoid leaky_relu elu".split())
 
 
 def binding(func: Any) -> Callable[..., Any]:
     """The quickest way to call an op on blocks."""
     name = func._schema.name.removeprefix("aten::")
+    if name == "split":
+        return torch._VF.split  # type: ignore[no-any-return, attr-defined]  # torch.split is Python code
+    if name in _BOUND_METHODS:
+        return getattr(torch._C.TensorBase, name)  # type: ignore[no-any-return]
     if name in _BOUND:
         return getattr(torch, name)  # type: ignore[no-any-return]
     if name in _BOUND_NN:
@@ -59,6 +64,7 @@ def unary(op: Callable[..., Tensor], spec: Spec) -> Run:
     return go
 
 
+_OVER_DIMS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin"})
 _AS_EVER = {"pin_memory": False}  # what torch says of every new tensor
 
 
@@ -68,6 +74,8 @@ def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any
     if quick is not None:
         return quick
     op = binding(func)
+    if func._schema.name in _OVER_DIMS and len(args) > 1 and type(args[1]) is list and len(args[1]) == 1:
+        args = (args[0], args[1][0], *args[2:])  # one dim is read sooner than a list of one
     if len(args) == 1 and (not kwargs or kwargs == _AS_EVER):
         return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor), spec, False)
     if len(args) == 2 and not kwargs:
@@ -88,7 +96,7 @@ def _quick(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any])
     if func is torch.ops.aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
         dtype = kwargs["dtype"]
         if dtype not in (None, args[0].dtype):  # another dtype is always a copy
-            return lambda args, kwargs: _new(DTensor, args[0]._local_tensor.to(dtype), spec, False)
+            return lambda args, kwargs: _new(DTensor, args[0]._local_tensor.type(dtype), spec, False)
     return None
 
 
