@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["give_values", "instead_of"]
+__all__ = ["beneath", "give_values", "instead_of"]
 
 _KEY = "PythonTLSSnapshot"  # the first stop of tensors with a dispatch of their own, and of no others
 _HERE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 _past = torch._C._ExcludeDispatchKeyGuard
 _library = torch.library.Library("aten", "IMPL")
+
+
+def beneath() -> AbstractContextManager[None]:
+    """Inside, ops run as torch runs them: what was put before it is passed by."""
+    return _past(_HERE)
 
 
 def instead_of(

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.factories import made_on
-from shardwise.tensor.instead import instead_of
+from shardwise.tensor.instead import beneath, instead_of
 
 __all__ = ["draw_noise_for_dtensors"]
 
@@ -70,21 +71,13 @@ def _dropping_in_place(make: Callable[[DTensor, float], Tensor]) -> Callable[[DT
     return run
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Kernels for attention draw by where an element lies in the block; written out, dropout is drawn as everywhere."""
-    return aten._scaled_dot_product_attention_math.default(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """Kernels for attention draw by where an element lies in the block; written out, dropout is drawn as everywhere.
+
+    What torch does before it chooses a kernel it does here too: masks of bools, autocast, errors.
+    """
+    with sdpa_kernel(SDPBackend.MATH), beneath():
+        return aten.scaled_dot_product_attention.default(*args, **kwargs)
 
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from shardwise.random.borrowed import borrowing, draws_now
 from shardwise.tensor.drawn import draws
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.flags import heeding
+from shardwise.tensor.programs import is_composite
 from shardwise.tensor.seeds import draw_from
 from shardwise.tensor.whole import passing_on
 
@@ -62,6 +63,9 @@ class _Drawing(TorchDispatchMode):
         run = _NEW.get(func) or draws(func)
         if run is not None:
             return run(*args, **kwargs)
+        if is_composite(func):  # in inference mode torch hands on whole what is made of other ops
+            with self:
+                return func.decompose(*args, **kwargs)
         if draws_now(func, args, kwargs) and kwargs.get("generator") is None:
             func = borrowing(func, draw_from(None))
         return heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
