@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.random.philox import Draw
 
-__all__ = ["EVERYONE", "State", "Stream", "begin", "follow_torch", "restore", "snapshot", "stream_of"]
+__all__ = ["EVERYONE", "State", "Stream", "begin", "follow_torch", "own_stream", "restore", "snapshot", "stream_of"]
 
 _BELOW = 2**64
+_APART = 2**63
 
 
 class Stream:
@@ -42,8 +44,13 @@ class Stream:
         return draw
 
     def to_bytes(self) -> Tensor:
-        """The state as torch has states: a tensor of bytes, which checkpoints can save."""
-        data = self.seed.to_bytes(8, "little") + self.position.to_bytes(8, "little")
+        """The state as torch has states: a tensor of bytes, which checkpoints can save.
+
+        The highest bit says that ranks may have different seeds and have not all met yet.
+        """
+        apart = self.by_torch and EVERYONE not in self.met
+        position = self.position | apart * _APART
+        data = self.seed.to_bytes(8, "little") + position.to_bytes(8, "little")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def set_bytes(self, state: Tensor) -> None:
@@ -55,8 +62,8 @@ class Stream:
                 "  fix: pass what shardwise.get_rng_state() returned; for torch's own use torch.set_rng_state"
             )
         data = bytes(state.tolist())
-        self.seed, self.position = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8))
-        self.by_torch = False
+        self.seed, position = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8))
+        self.position, self.by_torch, self.met = position & ~_APART, bool(position & _APART), frozenset()
 
 
 class State(NamedTuple):
@@ -67,7 +74,8 @@ class State(NamedTuple):
 
 
 EVERYONE = ()
-_streams: dict[Hashable, Stream] = {EVERYONE: Stream(torch.initial_seed())}
+# torch may have been seeded before this was imported, and not alike everywhere
+_streams: dict[Hashable, Stream] = {EVERYONE: Stream(torch.initial_seed(), by_torch=True)}
 _heeded = torch.initial_seed()
 
 
@@ -78,10 +86,15 @@ def stream_of(key: Hashable = EVERYONE) -> Stream:
         return _streams[key]
     everyone = _streams[EVERYONE]
     if (seed := torch.initial_seed()) != _heeded:
-        # torch's generator was seeded where `follow_torch` does not look: by a method, or from a state
+        # torch's generator was seeded where `follow_torch` does not look: by a method
         _heeded = seed
         everyone = _streams[EVERYONE] = Stream(seed, by_torch=True)
     return everyone
+
+
+def own_stream(key: Hashable) -> Stream:
+    """The stream of a mesh alone, a new one if it had none."""
+    return stream_of() if key == EVERYONE else _streams.setdefault(key, Stream(0))
 
 
 def begin(key: Hashable, seed: int) -> None:
@@ -114,6 +127,8 @@ def follow_torch() -> None:
     """
     from torch import random as torchs
 
+    # beside the tensor and not in it: a saved state is then what it is without us
+    kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
     tell_devices, get, put = torchs._seed_custom_device, torchs.get_rng_state, torchs.set_rng_state
 
     @functools.wraps(tell_devices)
@@ -126,15 +141,17 @@ def follow_torch() -> None:
     @functools.wraps(get)
     def get_rng_state() -> Tensor:
         state = get()
-        state._shardwise = snapshot()  # type: ignore[attr-defined]
+        kept[state] = snapshot()
         return state
 
     @functools.wraps(put)
     def set_rng_state(new_state: Tensor) -> None:
+        global _heeded
         put(new_state)
-        ours: State | None = getattr(new_state, "_shardwise", None)
-        if ours is not None:
+        if (ours := kept.get(new_state)) is not None:
             restore(ours)
+        else:
+            _heeded = torch.initial_seed()  # a state from elsewhere knows nothing of the streams: they go on
 
     torchs._seed_custom_device = _seed_custom_device
     torch.get_rng_state = torchs.get_rng_state = get_rng_state

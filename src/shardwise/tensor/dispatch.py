@@ -238,6 +238,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         if func is torch.ops.prim.layout.default:
             return on_sparse(func)
         recipe = prepare(func, args, kwargs)
+        if recipe is None and is_composite(func) and torch.Tag.nondeterministic_seeded in func.tags:
+            return lambda a, k: func.decompose(*a, **k)  # it draws as often as on the mesh
         specs = None if recipe is None else recipe.outputs
         if (offer := better(func, recipe, args, kwargs)) is not None:
             specs = offer.outputs or specs

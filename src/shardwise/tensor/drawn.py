@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.random import binomial, gamma, integers, poisson
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.fills import FILLS, Make, fill
+from shardwise.tensor.fills import FILLS, Make, check_all, fill, is_elsewhere
 from shardwise.tensor.programs import returning_form, writing_form
 
 __all__ = ["DRAWS", "draws"]
@@ -66,7 +66,7 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     if isinstance(std, Tensor):
         if std.is_complex():
             raise RuntimeError("normal expects standard deviation to be non-complex")
-        _check_all(std, std >= 0, "normal expects all elements of std >= 0.0")
+        check_all(std >= 0, "normal expects all elements of std >= 0.0")
     elif std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     like = mean + std  # for its shape and layout
@@ -87,32 +87,26 @@ def _of(number: Callable[..., Tensor]) -> Make:
 
 
 def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
-    _check_all(rates, rates >= 0, "invalid Poisson rate, expected rate to be non-negative")
+    check_all(rates >= 0, "invalid Poisson rate, expected rate to be non-negative")
     return fill(aten.poisson.default, torch.empty_like(rates), _of(poisson), generator, rates)
 
 
 def _binomial(count: Tensor, chance: Tensor, generator: Any = None) -> Tensor:
-    _check_all(count, (count >= 0) & (count == count.floor()), "binomial expects whole, non-negative counts")
-    _check_all(chance, (chance >= 0) & (chance <= 1), "binomial expects probabilities from 0 to 1")
+    check_all((count >= 0) & (count == count.floor()), "binomial expects whole, non-negative counts")
+    check_all((chance >= 0) & (chance <= 1), "binomial expects probabilities from 0 to 1")
     like = count + chance  # for its shape and layout
     out = torch.empty_like(like, dtype=count.dtype)
     return fill(aten.binomial.default, out, _of(binomial), generator, count, chance)
 
 
 def _gamma(alpha: Tensor, generator: Any = None) -> Tensor:
-    _check_all(alpha, alpha > 0, "_standard_gamma expects positive concentrations")
+    check_all(alpha > 0, "_standard_gamma expects positive concentrations")
     return fill(aten._standard_gamma.default, torch.empty_like(alpha), _of(gamma), generator, alpha)
 
 
 def _dirichlet(alpha: Tensor, generator: Any = None) -> Tensor:
     drawn = _gamma(alpha, generator)
     return drawn / drawn.sum(-1, keepdim=True)
-
-
-def _check_all(x: Tensor, fits: Tensor, why: str) -> None:
-    """Raise on all ranks if there is an element anywhere that does not fit."""
-    if x.numel() and not bool(fits.all()):
-        raise RuntimeError(why)
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -211,10 +205,11 @@ def _check_weights(chances: Tensor, count: int, replacement: bool) -> None:
     if chances.dim() not in (1, 2) or not chances.is_floating_point():
         torch.multinomial(torch.ones((1,) * chances.dim(), dtype=chances.dtype), count, replacement)
     torch.multinomial(probe[: chances.shape[-1]], count, replacement, generator=_nobodys)
-    if chances.numel() == 0:
+    if chances.numel() == 0 or is_elsewhere(chances):
         return
-    if not bool(((chances >= 0) & chances.isfinite()).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    check_all(
+        (chances >= 0) & chances.isfinite(), "probability tensor contains either `inf`, `nan` or element < 0"
+    )
     least = (chances > 0).sum(-1).min().item()
     if least < 1:
         raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")

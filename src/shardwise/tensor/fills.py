@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardwise.comm import PerRank, coord_of, members_of
+from shardwise.comm import PerRank, coord_of, is_simulated, members_of
 from shardwise.layout import Layout, LayoutError, owned
 from shardwise.random import (
     Cells,
@@ -29,7 +29,7 @@ from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeds import draw_from
 
-__all__ = ["FILLS", "Make", "fill"]
+__all__ = ["FILLS", "Make", "check_all", "fill", "is_elsewhere"]
 
 aten = torch.ops.aten
 
@@ -155,9 +155,19 @@ def _any_integers(
 
 def _by_chances(x: Tensor, p: Tensor, generator: Any = None) -> Tensor:
     """Ones with the chances that another tensor says."""
-    if p.numel() and not bool(((p >= 0) & (p <= 1)).all()):
-        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
+    check_all((p >= 0) & (p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
     return fill(aten.bernoulli_.Tensor, x, bernoulli, generator, p)
+
+
+def check_all(fits: Tensor, why: str) -> None:
+    """Raise on all ranks if there is an element anywhere that does not fit."""
+    if fits.numel() and not is_elsewhere(fits) and not bool(fits.all()):
+        raise RuntimeError(why)
+
+
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether this rank is not on the mesh of a tensor: it knows no values, and passes."""
+    return isinstance(x, DTensor) and not is_simulated() and coord_of(x.device_mesh) is None
 
 
 _NUMBERS: dict[Any, Callable[..., Tensor]] = {

@@ -68,10 +68,11 @@ def writing_form(func: Any, form: Callable[..., Any]) -> Callable[..., Any]:
         into: list[Tensor] = [given[name] for name in targets]
         results = form(*args, **{k: v for k, v in kwargs.items() if not outs[k]})
         made = [results] if isinstance(results, Tensor) else list(results)
-        if any(t.shape != r.shape for t, r in zip(into, made, strict=True)):
-            raise NotImplementedError(f"{func} would change the shape of what it writes to")
         for t, r in zip(into, made, strict=True):
-            t.copy_(r)
+            if t.shape != r.shape and type(t) is not Tensor:
+                raise NotImplementedError(f"{func} would change the shape of what it writes to")
+        for t, r in zip(into, made, strict=True):
+            (t if t.shape == r.shape else t.resize_(r.shape)).copy_(r)
         return into[0] if len(into) == 1 else tuple(into)
 
     return run

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerMesh, agreed, coord_of, is_simulated, siblings_of
 from shardwise.random.philox import Draw
-from shardwise.random.stream import EVERYONE, begin, restore, snapshot, stream_of
+from shardwise.random.stream import EVERYONE, begin, own_stream, restore, snapshot, stream_of
 
 __all__ = ["draw_from", "fork_rng", "get_rng_state", "manual_seed", "next_draw", "set_rng_state"]
 
@@ -57,7 +57,7 @@ def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
 
 
 def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> None:
-    """Go on from where the stream was when `get_rng_state` returned this.
+    """Go on from where the stream was when `get_rng_state` returned this. A mesh does so in a stream of its own.
 
     >>> import shardwise as sw
     >>> here = sw.get_rng_state()
@@ -66,7 +66,7 @@ def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> N
     >>> torch.equal(first, sw.rand(3))
     True
     """
-    stream_of(EVERYONE if device_mesh is None else _key(device_mesh)).set_bytes(new_state)
+    own_stream(EVERYONE if device_mesh is None else _key(device_mesh)).set_bytes(new_state)
 
 
 @contextmanager

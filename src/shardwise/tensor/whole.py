@@ -112,12 +112,14 @@ def plans_to_whole(found: Sequence[Tensor]) -> list[Plan]:
 
 def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec] | None) -> Any:
     """An op on a rank that is not on the mesh: it holds nothing and makes nothing, of the right shape and dtype."""
+    found = tensors_in([*args, *kwargs.values()])
+    first = next(t for t in found if isinstance(t, DTensor))
+    if specs is None:
+        _drawing_alike(func, args, kwargs, first.device_mesh)  # for the place in the stream: the others take it
     if written_by(func, args, kwargs) and (
         returned_by(func, args, kwargs) is not None or not func._schema.returns
     ):
         return returned_by(func, args, kwargs)
-    found = tensors_in([*args, *kwargs.values()])
-    first = next(t for t in found if isinstance(t, DTensor))
     sparse = any(map(holds_sparse, found))
     if sparse and func in _COUNTS and torch._C._current_graph_task_id() == -1:
         raise _off(func, first)
