@@ -61,6 +61,8 @@ DRAWN = {
     "views": lambda x, i, n: [x.clone().t().normal_(), x.clone().view(-1).uniform_(), i.clone().flatten(1, 2).normal_(), i.clone().transpose(1, 3).uniform_()],
     "parts": lambda x, i, n: [_part_filled(x)],
     "out": lambda x, i, n: [torch.bernoulli(x.abs(), out=torch.empty_like(x)), torch.normal(x, 1.0, out=torch.empty_like(x))],
+    "in inference mode": lambda x, i, n: _in_inference(x, i),
+    "with gradients": lambda x, i, n: _with_gradients(x),
     "twice": lambda x, i, n: [torch.rand_like(x), torch.rand_like(x)],
 }  # fmt: skip
 
@@ -73,11 +75,46 @@ def _part_filled(x):
     return y
 
 
+def _in_inference(x, i):
+    with torch.inference_mode():
+        return [
+            F.dropout(x, 0.5),
+            F.dropout(x.clone(), 0.5, inplace=True),
+            F.dropout(x, 0.5, training=False),
+            F.alpha_dropout(x, 0.3, training=True),
+            F.rrelu(x, training=True),
+            F.dropout2d(i, 0.5),
+            torch.rand_like(x),
+        ]
+
+
+def _with_gradients(x):
+    x = x.clone().requires_grad_()
+    y = x * 2
+    y[:, 1:3].uniform_()
+    y[2].normal_()
+    (x * 1).bernoulli_(0.5)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    return [y.detach(), grad]
+
+
+def _under_autocast(i):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = F.scaled_dot_product_attention(i, i, i, dropout_p=0.3)
+    assert out.dtype == torch.bfloat16
+    return (out.float() * 8).round()
+
+
 CLOSE = {
     "attention": lambda x, i, n: [
         F.scaled_dot_product_attention(i, i * 2, i * 3, dropout_p=0.3),
         F.scaled_dot_product_attention(i, i, i, is_causal=True, dropout_p=0.1),
     ],
+    "attention with masks": lambda x, i, n: [
+        F.scaled_dot_product_attention(i, i, i, attn_mask=i[0, 0] @ i[0, 0].t() > 0, dropout_p=0.3),
+        F.scaled_dot_product_attention(i, i, i, attn_mask=i[0, 0] @ i[0, 0].t(), dropout_p=0.3, scale=0.2),
+    ],
+    "attention under autocast": lambda x, i, n: [_under_autocast(i)],
     "dirichlet": lambda x, i, n: [torch._sample_dirichlet(x.abs() + 0.5)],
     "gumbel": lambda x, i, n: [F.gumbel_softmax(x), F.gumbel_softmax(x, hard=True)],
     "trunc_normal_": lambda x, i, n: [
@@ -164,6 +201,11 @@ def on_processes():
 @pytest.mark.processes
 def test_the_same_bits_on_real_processes(workers):
     assert workers.run(on_processes) == [[]] * 4
+
+
+def test_a_plain_out_is_resized_as_torch_does():
+    with sw.one_device():
+        assert torch.bernoulli(X.abs(), out=torch.empty(0)).shape == X.shape
 
 
 def test_plain_tensors_that_torch_makes_pass_inside_one_device_and_others_do_not():

@@ -1,6 +1,9 @@
 """The stream: who seeds it, what moves it, how it is kept and brought back, and whom it leaves alone."""
 
 import io
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import LayoutError, Partial, Replicate, Shard
 from shardwise.comm import counting
+from shardwise.tensor.seeds import next_draw
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +308,67 @@ def test_a_permutation_in_blocks(mesh, n):
     assert torch.equal(values(split), alone)
 
 
+def test_a_mesh_goes_on_alone_in_a_process_in_which_it_had_no_stream(mesh):
+    part = sw.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    with sw.fork_rng():
+        sw.manual_seed(2, part)
+        saved = sw.get_rng_state(part)
+        expected = values(sw.rand(4, device_mesh=part))
+    before = sw.get_rng_state()
+    sw.set_rng_state(saved, part)
+    assert torch.equal(values(sw.rand(4, device_mesh=part)), expected)
+    assert torch.equal(before, sw.get_rng_state())
+
+
+def test_a_state_of_torchs_is_saved_as_without_us():
+    file = io.BytesIO()
+    torch.save(torch.get_rng_state(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), torch.get_rng_state())
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_states_from_a_file_are_set_in_any_order(ours_first):
+    torch.manual_seed(123)
+    drawn()
+    theirs, ours = torch.get_rng_state().clone(), sw.get_rng_state()
+    expected = drawn()
+    torch.manual_seed(999)
+    if ours_first:
+        sw.set_rng_state(ours)
+    torch.set_rng_state(theirs)
+    if not ours_first:
+        sw.set_rng_state(ours)
+    assert torch.equal(drawn(), expected)
+
+
+def test_torch_may_be_seeded_before_we_are_imported():
+    code = (
+        "import torch; torch.manual_seed(5); import shardwise\n"
+        "from shardwise.random.stream import stream_of\n"
+        "print(stream_of().seed, stream_of().by_torch)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["5", "True"]
+
+
+def test_threads_that_draw_at_once_have_places_of_their_own():
+    def draw():
+        places.extend([next_draw().position for _ in range(5000)])
+
+    places, often = [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=draw) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(often)
+    assert len(set(places)) == len(places) == 20000
+
+
 def seeded_apart(rank_of):
     """Processes whose torch seeds differ, or agree: what they draw together, and what was sent for it."""
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -313,18 +378,22 @@ def seeded_apart(rank_of):
         sent = ledger.collectives
         second = torch.rand_like(sw.zeros(3, device_mesh=mesh)).to_local().tolist()
         again = ledger.collectives
+    torch.manual_seed(100 + rank_of())
+    state = sw.get_rng_state()  # before anyone has met
+    sw.set_rng_state(state)
+    kept = sw.rand(3, device_mesh=mesh).to_local().tolist()
     sw.manual_seed(100)
     with counting() as ledger:
         ours = sw.rand(3, device_mesh=mesh).to_local().tolist()
         none = ledger.collectives
-    return first, second, first == ours, sent, again, none
+    return first, second, first == ours, kept == ours, sent, again, none
 
 
 @pytest.mark.processes
 def test_processes_whose_torch_seeds_differ_agree_on_the_first_ones(workers):
     seen = workers.run(seeded_apart, torch.distributed.get_rank)
     assert seen == [seen[0]] * 4
-    assert seen[0][2:] == (True, 2, 2, 0)
+    assert seen[0][2:] == (True, True, 2, 2, 0)
 
 
 def off_the_mesh():
@@ -335,6 +404,12 @@ def off_the_mesh():
     x = sw.rand(4, device_mesh=part, placements=[Shard(0)])
     x.normal_()
     torch.randn_like(x)
+    chances = x.sigmoid()
+    torch.bernoulli(chances), torch.poisson(chances), torch.normal(x, chances), torch._standard_gamma(chances)
+    torch.binomial(torch.ones_like(x), chances), torch.multinomial(chances, 2), x.bernoulli_(chances)
+    torch.rand(4, out=x)
+    with torch.inference_mode():
+        F.dropout(x, 0.5), F.dropout(x, 0.5, training=False)
     return sw.rand(3, device_mesh=every).to_local().tolist()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -12,10 +13,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.random.philox import Draw
 
-__all__ = ["EVERYONE", "State", "Stream", "begin", "follow_torch", "own_stream", "restore", "snapshot", "stream_of"]
+__all__ = [
+    "EVERYONE",
+    "State",
+    "Stream",
+    "begin",
+    "follow_torch",
+    "own_stream",
+    "restore",
+    "snapshot",
+    "stream_of",
+]
 
 _BELOW = 2**64
 _APART = 2**63
+_one_at_a_time = threading.Lock()  # threads that draw at once must not have one place
 
 
 class Stream:
@@ -39,8 +51,9 @@ class Stream:
         >>> stream.next(), stream.next()
         (Draw(seed=7, position=0), Draw(seed=7, position=1))
         """
-        draw = Draw(self.seed, self.position)
-        self.position += 1
+        with _one_at_a_time:
+            draw = Draw(self.seed, self.position)
+            self.position += 1
         return draw
 
     def to_bytes(self) -> Tensor:

@@ -115,7 +115,9 @@ def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Se
     found = tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
     if specs is None:
-        _drawing_alike(func, args, kwargs, first.device_mesh)  # for the place in the stream: the others take it
+        _drawing_alike(
+            func, args, kwargs, first.device_mesh
+        )  # for the place in the stream: the others take it
     if written_by(func, args, kwargs) and (
         returned_by(func, args, kwargs) is not None or not func._schema.returns
     ):
