@@ -45,7 +45,7 @@ def fill(func: Any, x: Tensor, make: Make, generator: Any, *others: Tensor) -> T
     if not isinstance(x, DTensor):
         draw = draw_from(generator)
         if x.device.type != "meta":
-            _write(x.detach(), Cells(x.shape), make, draw, [t.detach().expand(x.shape) for t in others])
+            _write(x, Cells(x.shape), make, draw, [t.expand(x.shape) for t in others])
         return x
     _check_whole(func, x)
     _check_real(func, x._local_tensor)

@@ -114,10 +114,8 @@ def off_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Se
     """An op on a rank that is not on the mesh: it holds nothing and makes nothing, of the right shape and dtype."""
     found = tensors_in([*args, *kwargs.values()])
     first = next(t for t in found if isinstance(t, DTensor))
-    if specs is None:
-        _drawing_alike(
-            func, args, kwargs, first.device_mesh
-        )  # for the place in the stream: the others take it
+    if specs is None:  # the others run it on the whole, and what draws there takes a place in the stream
+        _drawing_alike(func, args, kwargs, first.device_mesh)
     if written_by(func, args, kwargs) and (
         returned_by(func, args, kwargs) is not None or not func._schema.returns
     ):
