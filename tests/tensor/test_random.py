@@ -63,6 +63,7 @@ DRAWN = {
     "out": lambda x, i, n: [torch.bernoulli(x.abs(), out=torch.empty_like(x)), torch.normal(x, 1.0, out=torch.empty_like(x))],
     "in inference mode": lambda x, i, n: _in_inference(x, i),
     "with gradients": lambda x, i, n: _with_gradients(x),
+    "in transforms": lambda x, i, n: _in_transforms(x, i),
     "twice": lambda x, i, n: [torch.rand_like(x), torch.rand_like(x)],
 }  # fmt: skip
 
@@ -86,6 +87,21 @@ def _in_inference(x, i):
             F.dropout2d(i, 0.5),
             torch.rand_like(x),
         ]
+
+
+def _in_transforms(x, i):
+    grad, vmap = torch.func.grad, torch.func.vmap
+    return [
+        grad(lambda x: F.dropout(x, 0.5).sum())(x),
+        grad(lambda x: F.dropout(x * 1, 0.5, inplace=True).sum())(x),
+        grad(lambda x: F.alpha_dropout(x, 0.5, training=True).sum())(x),
+        grad(lambda i: F.dropout2d(i, 0.5).sum())(i),
+        grad(lambda i: F.feature_alpha_dropout(i, 0.5, training=True).sum())(i),
+        vmap(lambda x: F.dropout(x, 0.5), randomness="different")(x),
+        vmap(lambda x: F.dropout(x, 0.5), in_dims=1, randomness="different")(x),
+        vmap(grad(lambda x: F.dropout(x, 0.5).sum()), randomness="different")(x),
+        vmap(lambda x: torch.randn_like(x), randomness="same")(x),
+    ]
 
 
 def _with_gradients(x):

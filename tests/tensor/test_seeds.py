@@ -352,6 +352,17 @@ def test_torch_may_be_seeded_before_we_are_imported():
     assert out.stdout.split() == ["5", "True"]
 
 
+def test_another_import_wraps_nothing_again():
+    code = (
+        "import importlib, torch, shardwise.tensor\n"
+        "mine = torch.get_rng_state, torch.nn.init.sparse_\n"
+        "importlib.reload(shardwise.tensor)\n"
+        "print(mine == (torch.get_rng_state, torch.nn.init.sparse_))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True"]
+
+
 def test_threads_that_draw_at_once_have_places_of_their_own():
     def draw():
         places.extend([next_draw().position for _ in range(5000)])
@@ -394,6 +405,17 @@ def test_processes_whose_torch_seeds_differ_agree_on_the_first_ones(workers):
     seen = workers.run(seeded_apart, torch.distributed.get_rank)
     assert seen == [seen[0]] * 4
     assert seen[0][2:] == (True, True, 2, 2, 0)
+
+
+def unseeded():
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return torch.rand_like(sw.zeros(3, device_mesh=mesh)).to_local().tolist()
+
+
+@pytest.mark.processes
+def test_a_program_that_seeds_nothing_draws_alike_on_all_ranks():
+    first, second = sw.launch(unseeded, 2)  # new processes, which torch seeds as it likes
+    assert first == second
 
 
 def off_the_mesh():

@@ -131,6 +131,7 @@ def restore(state: State) -> None:
     _heeded = state.heeded
 
 
+@functools.cache  # once, however often it is imported
 def follow_torch() -> None:
     """Do with the streams what programs do with torch's generator: seed it, and bring back an earlier state.
 

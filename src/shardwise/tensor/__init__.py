@@ -21,6 +21,7 @@ from shardwise.tensor.rungs import watching
 from shardwise.tensor.saved import allow_loading
 from shardwise.tensor.seeds import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.tensor.sparse_made import make_sparse
+from shardwise.tensor.transformed import draw_in_transforms
 
 __all__ = [
     "CommunicationError",
@@ -56,4 +57,5 @@ make_sparse()
 divide_products()
 draw_noise_for_dtensors()
 draw_for_torch()
+draw_in_transforms()
 follow_torch()

@@ -19,6 +19,7 @@ _HELPED: tuple[tuple[Any, str], ...] = (
 )
 
 
+@functools.cache  # once, however often it is imported
 def draw_for_torch() -> None:
     """Run these functions inside `one_device` where their first argument is a DTensor."""
     for module, name in _HELPED:
