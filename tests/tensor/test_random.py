@@ -242,3 +242,31 @@ def test_ops_that_draw_nothing_are_the_same_inside_one_device():
     alone = torch.linalg.lstsq(a, b, driver="gels").residuals
     with sw.one_device():  # a dispatch mode alone makes torch forget conjugates here
         torch.testing.assert_close(torch.linalg.lstsq(a, b, driver="gels").residuals, alone)
+
+
+def test_checks_of_values_are_not_communication_unasked():
+    with sw.simulate(2):
+        x = sw.distribute_tensor(X.abs() + 0.1, mesh_of((2,)), [Shard(0)])
+        with sw.policy(implicit="error"):
+            torch.bernoulli(x.clamp(max=1))
+            torch.poisson(x)
+            torch.normal(x, x)
+            torch.multinomial(x, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_modules_begin_with_zeros(kind):
+    module = kind(7, 3, num_layers=2, dropout=0.5)
+    sw.manual_seed(11)
+    with sw.one_device():
+        expected = module(X[None])[0].detach()
+    with sw.simulate(2):
+        mesh = mesh_of((2,))
+        for key, p in list(module._parameters.items()):
+            module._parameters[key] = torch.nn.Parameter(
+                sw.distribute_tensor(p.detach(), mesh, [Replicate()])
+            )
+        module._init_flat_weights()
+        sw.manual_seed(11)
+        got = module(sw.distribute_tensor(X[None], mesh, [Replicate()]))[0]
+        torch.testing.assert_close(whole(got.detach()), expected)

@@ -17,6 +17,7 @@ from shardwise.random import binomial, gamma, integers, poisson
 from shardwise.tensor.autograd import redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.fills import FILLS, Make, check_all, fill, is_elsewhere
+from shardwise.tensor.policy import policy
 from shardwise.tensor.programs import returning_form, writing_form
 
 __all__ = ["DRAWS", "draws"]
@@ -210,7 +211,8 @@ def _check_weights(chances: Tensor, count: int, replacement: bool) -> None:
     check_all(
         (chances >= 0) & chances.isfinite(), "probability tensor contains either `inf`, `nan` or element < 0"
     )
-    least = (chances > 0).sum(-1).min().item()
+    with policy(implicit="allow"):
+        least = (chances > 0).sum(-1).min().item()
     if least < 1:
         raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement and least < count:

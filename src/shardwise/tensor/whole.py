@@ -246,8 +246,8 @@ def _torchs_own(func: Any) -> bool:
     return False
 
 
-# identities of reductions, a basis to begin with, and which elements to set to zero
-_HELPS_ITSELF = ("torch.masked", "torch._lowrank", "torch.nn.init")
+# identities of reductions, a basis to begin with, which elements to set to zero, and states that are zero at first
+_HELPS_ITSELF = ("torch.masked", "torch._lowrank", "torch.nn.init", "torch.nn.modules.rnn")
 
 
 def check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
