@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import strategies
 from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 from torch.nn import init
 
 import shardwise as sw
 from shardwise import LayoutError, Replicate, Shard
+from shardwise.comm import members_of
+from shardwise.layout import owned
 
 MESHES = {
     "2": ((2,), [Shard(0)]),
@@ -270,3 +275,35 @@ def test_recurrent_modules_begin_with_zeros(kind):
         sw.manual_seed(11)
         got = module(sw.distribute_tensor(X[None], mesh, [Replicate()]))[0]
         torch.testing.assert_close(whole(got.detach()), expected)
+
+
+KINDS = {
+    "normal": (torch.float32, lambda x: x.normal_(1, 2)),
+    "normal, wide": (torch.float64, lambda x: x.normal_()),
+    "normal, complex": (torch.complex64, lambda x: x.normal_()),
+    "uniform": (torch.float32, lambda x: x.uniform_(-1, 3)),
+    "uniform, narrow": (torch.bfloat16, lambda x: x.uniform_()),
+    "coins": (torch.bool, lambda x: x.bernoulli_(0.3)),
+    "integers": (torch.int32, lambda x: x.random_(-7, 100)),
+    "waits": (torch.float32, lambda x: x.exponential_(2)),
+}
+
+
+@given(st.data())
+def test_any_layout_draws_the_same(data):
+    axes = data.draw(strategies.axes(max_count=12))
+    layout = data.draw(strategies.layouts(axes, partial=False))
+    dtype, draw = KINDS[data.draw(st.sampled_from(sorted(KINDS)))]
+    sw.manual_seed(8)
+    with sw.one_device():
+        expected = draw(torch.empty(layout.shape, dtype=dtype))
+    with sw.simulate(axes.count):
+        mesh = sw.init_device_mesh("cpu", axes.sizes, mesh_dim_names=axes.names)
+        sw.manual_seed(8)
+        got = draw(sw.distribute_tensor(torch.zeros(layout.shape, dtype=dtype), mesh, layout.placements))
+        assert got.layout == layout
+        for rank, coord in members_of(mesh).items():
+            mine = expected
+            for dim, indices in enumerate(owned(layout, coord)):
+                mine = mine.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
+            assert torch.equal(got.to_local().of_rank(rank), mine)
