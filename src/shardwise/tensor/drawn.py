@@ -129,26 +129,12 @@ def _check_chance(what: str, p: float) -> None:
         raise RuntimeError(f"{what} probability has to be between 0 and 1, but got {p}")
 
 
-def _rrelu(
-    x: Tensor,
-    noise: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> Tensor:
-    return _rrelu_functional(x, noise, lower, upper, training, generator, noise)[0]
+def _rrelu(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _rrelu_functional(x, noise, *args, **kwargs, into=noise)[0]
 
 
-def _rrelu_(
-    x: Tensor,
-    noise: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> Tensor:
-    return x.copy_(_rrelu_functional(x, noise, lower, upper, training, generator, noise)[0])
+def _rrelu_(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.copy_(_rrelu(x, noise, *args, **kwargs))
 
 
 def _rrelu_functional(
@@ -158,6 +144,7 @@ def _rrelu_functional(
     upper: float = 1 / 3,
     training: bool = False,
     generator: Any = None,
+    *,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not training:

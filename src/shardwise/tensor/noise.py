@@ -15,60 +15,50 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.factories import made_on
 from shardwise.tensor.instead import beneath, instead_of
 
-__all__ = ["draw_noise_for_dtensors"]
+__all__ = ["check_features", "draw_noise_for_dtensors", "dropping"]
 
 aten = torch.ops.aten
 
 
-def _noise(x: DTensor, p: float) -> Tensor:
-    """What each channel of each sample is multiplied with, before scaling: as the tensor lies along these two dims."""
+def dropping(noise: Callable[[Any, float], Tensor], alpha: bool, in_place: bool) -> Callable[..., Tensor]:
+    """Dropout by noise: ones for what stays and zeros for what goes, in a shape that is broadcast.
+
+    Of `alpha` dropout, what goes becomes what keeps mean and variance of what SELU makes.
+    """
+
+    def run(x: Any, p: float, train: bool) -> Tensor:
+        if not 0 <= p <= 1:
+            raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if p == 0 or not train or x.numel() == 0:
+            return x  # type: ignore[no-any-return]
+        made = x * 0 if p == 1 else _dropped(x, noise(x, p), p, alpha)
+        return x.copy_(made) if in_place else made
+
+    return run
+
+
+def _dropped(x: Tensor, noise: Tensor, p: float, alpha: bool) -> Tensor:
+    if not alpha:
+        return x * noise.div(1 - p)
+    lowest = 1.7580993408473766  # what SELU tends to, negated
+    a = 1 / math.sqrt((lowest * lowest * p + 1) * (1 - p))
+    return x * (noise * a) + noise.add(-1).mul(lowest * a).add(lowest * a * p)
+
+
+def check_features(x: Tensor) -> None:
+    """Raise if there are no channels."""
     if x.dim() < 2:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+
+
+def _of_features(x: DTensor, p: float) -> Tensor:
+    """One number for each channel of each sample: as the tensor lies along these two dims."""
+    check_features(x)
     shape = (*x.shape[:2], *[1] * (x.dim() - 2))
     ones = Layout.replicated(shape, x.layout.axes).dims[2:]
     layout = Layout(x.layout.axes, (*x.layout.dims[:2], *ones))
     new = made_on(layout, lambda size, *_: torch.empty(size, dtype=x.dtype), x.dtype, False, x.device_mesh)
     return new.bernoulli_(1 - p)
-
-
-def _check(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
-def _feature_dropout(x: DTensor, p: float) -> Tensor:
-    return x * _noise(x, p).div_(1 - p)
-
-
-def _feature_alpha_dropout(x: DTensor, p: float) -> Tensor:
-    """Dropped features become what keeps mean and variance of what SELU makes."""
-    alpha = 1.7580993408473766
-    a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    noise = _noise(x, p)
-    shift = noise.add(-1).mul_(alpha * a).add_(alpha * a * p)
-    return x * noise.mul_(a) + shift
-
-
-def _dropping(make: Callable[[DTensor, float], Tensor]) -> Callable[[DTensor, float, bool], Tensor]:
-    def run(x: DTensor, p: float, train: bool) -> Tensor:
-        _check(p)
-        if p == 0 or not train or x.numel() == 0:
-            return x
-        if p == 1:
-            return x * torch.zeros((), dtype=x.dtype, device=x.device)
-        return make(x, p)
-
-    return run
-
-
-def _dropping_in_place(make: Callable[[DTensor, float], Tensor]) -> Callable[[DTensor, float, bool], Tensor]:
-    dropped = _dropping(make)
-
-    def run(x: DTensor, p: float, train: bool) -> Tensor:
-        made = dropped(x, p, train)
-        return x if made is x else x.copy_(made)
-
-    return run
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -86,8 +76,8 @@ def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def draw_noise_for_dtensors() -> None:
     """Put these ways before torch's, for DTensors."""
-    instead_of(aten.feature_dropout.default, _dropping(_feature_dropout))
-    instead_of(aten.feature_dropout_.default, _dropping_in_place(_feature_dropout))
-    instead_of(aten.feature_alpha_dropout.default, _dropping(_feature_alpha_dropout))
-    instead_of(aten.feature_alpha_dropout_.default, _dropping_in_place(_feature_alpha_dropout))
+    for alpha in (False, True):
+        for in_place in (False, True):
+            name = "feature_" + "alpha_" * alpha + "dropout" + "_" * in_place
+            instead_of(getattr(aten, name).default, dropping(_of_features, alpha, in_place))
     instead_of(aten.scaled_dot_product_attention.default, _attention, _drops)
