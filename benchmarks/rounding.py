@@ -62,28 +62,30 @@ def _otherwise_sparse(got: Tensor, want: Tensor) -> str:
     return "" if tuple(got.values().shape) == shape else f"values {tuple(got.values().shape)} not {shape}"
 
 
-def same_up_to_rounding(run: Callable[..., Any], mine: Any, dense: Any) -> bool:
+def same_up_to_rounding(run: Callable[..., Any], mine: Any, dense: Any, draws: bool = False) -> bool:
     """Whether results are as near the true ones as rounding allows.
 
     The truth is the dense result in a wide dtype. How far from it a right answer may be is tried out: in the wide
     dtype, with the inputs and the result of every op on the way off by one unit in the last place, up or down. Where
     that is not enough, each element may be as far off as it was in any of more trials: a kink is crossed or it is not,
-    and no multiple of other errors tells.
+    and no multiple of other errors tells. What `draws` has other numbers in another dtype, so there it all goes on in
+    the dtype there is, and the dense result is the truth.
     """
+    wide = _copied if draws else _widened
     try:
-        truth = run(_widened)
-        tries = [_tried(run, seed) for seed in range(_TRIALS)]
+        truth = dense if draws else run(wide)
+        tries = [_tried(run, seed, wide) for seed in range(_TRIALS)]
         if _all_near(mine, dense, truth, tries, []):
             return True
-        more = [_tried(run, seed) for seed in range(_TRIALS, _MORE)]
+        more = [_tried(run, seed, wide) for seed in range(_TRIALS, _MORE)]
     except Exception:
         return False
     return _all_near(mine, dense, truth, tries, more)
 
 
-def _tried(run: Callable[..., Any], seed: int) -> Any:
+def _tried(run: Callable[..., Any], seed: int, wide: Callable[[Tensor], Tensor]) -> Any:
     with _Rounding(seed) as rounding:
-        return run(lambda t: rounding.rounded(_widened(t), t.dtype))
+        return run(lambda t: rounding.rounded(wide(t), t.dtype))
 
 
 def _all_near(mine: Any, dense: Any, truth: Any, tries: list[Any], more: list[Any]) -> bool:
@@ -102,6 +104,10 @@ def _all_near(mine: Any, dense: Any, truth: Any, tries: list[Any], more: list[An
             if not _near(got, want, truth[which][number], others, rest):
                 return False
     return True
+
+
+def _copied(t: Tensor) -> Tensor:
+    return t.detach().clone()
 
 
 def _widened(t: Tensor) -> Tensor:

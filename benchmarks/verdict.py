@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from benchmarks.cheaper import cheaper
@@ -143,10 +144,33 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
     unset = bool(excluded(op))
     if why := _compared(op, mine, outs, mine_grads, grads, unset):
         rounded = not unset and same_up_to_rounding(
-            lambda put: _evaluated(op, sample, put, wants), (mine, mine_grads), (outs, grads)
+            lambda put: _evaluated(op, sample, put, wants),
+            (mine, mine_grads),
+            (outs, grads),
+            _draws(op, sample),
         )
         verdict.kind, verdict.why = ("rounded" if rounded else "wrong"), f"{why} {where}"
     return verdict
+
+
+class _Watch(TorchDispatchMode):
+    """Whether anything was drawn: what restores the generator afterwards leaves no other trace."""
+
+    drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(op: Any, sample: Any) -> bool:
+    """Whether the op draws random numbers."""
+    with torch.random.fork_rng(), torch.no_grad(), _Watch() as watch:
+        i, a, k = swap((sample.input, sample.args, sample.kwargs), lambda t: t.detach().clone())
+        op(i, *a, **k)
+    return watch.drew
 
 
 def _compared(
