@@ -29,6 +29,35 @@ def _of_images(ndim: int, *rest: tuple[Any, ...]) -> list[Call]:
     return [_call(_x(*lead, *whole), *r) for lead in ((5, 3), (2,), (1, 4), (0, 3)) for r in rest]
 
 
+def _unpooled(ndim: int) -> list[Call]:
+    """Maxima and where they were: each in a window of its own."""
+    pool = getattr(torch.nn.functional, f"max_pool{ndim}d")
+    rest: tuple[Any, ...] = ([2] * ndim, [0] * ndim) if ndim == 3 else ()
+    out = []
+    for lead in ((5, 3), (2,), (1, 4)):
+        found, at = pool(_x(*lead, *[4] * ndim), 2, return_indices=True)
+        out.append(_call(found, at, [4] * ndim, *rest))
+    return out
+
+
+def _fractional(ndim: int) -> list[Call]:
+    """Pools whose windows begin where numbers say that somebody drew."""
+    shapes = [(5, 3), (2, 1), (1, 4)]
+    drawn = [(torch.arange(n * c * ndim) * 0.37 % 1).view(n, c, ndim).double() for n, c in shapes]
+    return [
+        _call(_x(*lead, *[6] * ndim), [2] * ndim, [3] * ndim, u)
+        for lead, u in zip(shapes, drawn, strict=True)
+    ]
+
+
+def _fractional_backward(ndim: int) -> list[Call]:
+    out = []
+    for (x, kernel, size, u), _ in _fractional(ndim):
+        made, at = getattr(torch.ops.aten, f"fractional_max_pool{ndim}d")(x, kernel, size, u)
+        out.append(_call(made.cos(), x, kernel, size, at))
+    return out
+
+
 def _padded(ndim: int) -> list[Call]:
     return _of_images(ndim, ([1, 2] * ndim,))
 
@@ -308,6 +337,11 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.avg_pool3d.default": lambda: _of_images(3, ([2, 2, 2],)),
     "aten.max_pool2d_with_indices.default": lambda: _of_images(2, ([2, 2],), ([3, 2], [1, 2], [1, 0])),
     "aten.max_pool3d_with_indices.default": lambda: _of_images(3, ([2, 2, 2],)),
+    "aten.max_unpool2d.default": lambda: _unpooled(2),
+    "aten.max_unpool3d.default": lambda: _unpooled(3),
+    "aten.fractional_max_pool2d.default": lambda: _fractional(2),
+    "aten.fractional_max_pool3d.default": lambda: _fractional(3),
+    "aten.fractional_max_pool2d_backward.default": lambda: _fractional_backward(2),
     "aten._adaptive_avg_pool2d.default": lambda: _of_images(2, ([3, 2],)),
     "aten._adaptive_avg_pool3d.default": lambda: _of_images(3, ([2, 3, 2],)),
     "aten.adaptive_max_pool2d.default": lambda: _of_images(2, ([3, 2],)),

@@ -75,12 +75,25 @@ def _resampled() -> dict[str, Row]:
     return out
 
 
+# With a batch: without one, what was drawn has a dim that the image has not.
+_FRACTIONAL = {
+    "aten.fractional_max_pool2d.default": row("n c !h !w, n c !t -> n c !a !b, n c !a !b", empty=False),
+    "aten.fractional_max_pool3d.default": row(
+        "n c !d !h !w, n c !t -> n c !a !b !e, n c !a !b !e", empty=False
+    ),
+    "aten.fractional_max_pool2d_backward.default": row(
+        "n c !a !b, n c !h !w, n c !a !b -> n c !h !w", linear=[[0]], empty=False
+    ),
+}
+
 _AVERAGES = "avg_pool#d _adaptive_avg_pool#d avg_pool#d_backward _adaptive_avg_pool#d_backward"
 
 ROWS: dict[str, Row] = {
     **_each("max_pool#d_with_indices adaptive_max_pool#d", (2, 3)),
     **_each(_AVERAGES, (2, 3), [[0]], rounding=True),
     **_each("max_pool#d_with_indices_backward adaptive_max_pool#d_backward", (2, 3), [[0]]),
+    **_each("max_unpool#d", (2, 3), [[0]]),
+    **_FRACTIONAL,
     **_each("reflection_pad#d replication_pad#d", (1, 2, 3), [[0]]),
     **_each("reflection_pad#d_backward replication_pad#d_backward", (1, 2, 3), [[0]]),
     **_resampled(),
