@@ -538,3 +538,20 @@ def in_compiled_code() -> tuple[bool, bool]:
 
 def test_async_results_are_there_in_compiled_code(workers):
     assert workers.run(in_compiled_code) == [(True, True)] * 4
+
+
+def a_gradient_that_compiled_code_did_not_expect() -> str:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = torch.ones(4, requires_grad=True)
+    doubled = torch.compile(lambda t: t + t, backend="aot_eager", fullgraph=True)(plain)
+    try:
+        doubled.backward(sw.ones(4, device_mesh=mesh))
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.processes
+def test_a_gradient_of_another_kind_has_torchs_own_error(workers):
+    said = workers.run(a_gradient_that_compiled_code_did_not_expect)
+    assert all("guessed its\nmetadata incorrectly" in s for s in said), said

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import shardwise as sw
 from shardwise.comm import counting
@@ -66,6 +67,26 @@ def test_gradients_are_those_of_plain_tensors(name, product, placement, caplog):
         x = sw.distribute_tensor(t, sw.init_device_mesh("cpu", (2,)), [placement]).requires_grad_()
         for mine, plain in zip(_found(fn, x), want, strict=True):
             torch.testing.assert_close(mine.full_tensor().ranks[0], plain, equal_nan=True)
+
+
+def _with_a_tangent(fn, x):
+    """The derivative that comes along, and the gradient of it."""
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x.detach().cos()))).tangent.sum()
+        return out.detach(), *torch.autograd.grad(out, x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("product", ["all", "along 0", "along -1"])
+@pytest.mark.parametrize("name", ["numbers", "one zero"])
+def test_tangents_of_what_wants_a_gradient_too(name, product, caplog):
+    caplog.set_level(logging.ERROR, logger="shardwise")
+    t, fn = _given(name), PRODUCTS[product]
+    want = _with_a_tangent(fn, t.clone().requires_grad_())
+    with sw.simulate(2):
+        x = sw.distribute_tensor(t, sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)]).requires_grad_()
+        for mine, plain in zip(_with_a_tangent(fn, x), want, strict=True):
+            torch.testing.assert_close(mine.full_tensor().ranks[0], plain)
 
 
 def test_without_zeros_no_factor_is_sent():

@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise import LayoutError, Replicate, Shard
 from shardwise.comm import members_of
 from shardwise.layout import owned
+from shardwise.random.uniform import last_below
 
 MESHES = {
     "2": ((2,), [Shard(0)]),
@@ -307,3 +308,15 @@ def test_any_layout_draws_the_same(data):
             for dim, indices in enumerate(owned(layout, coord)):
                 mine = mine.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
             assert torch.equal(got.to_local().of_rank(rank), mine)
+
+
+def test_another_default_device_changes_nothing():
+    def drawn():
+        sw.manual_seed(5)
+        whole = sw.randint(1, 9, (4,), dtype=torch.float32, device="cpu")
+        return torch.cat([whole, sw.rand(4, device="cpu"), sw.randn(4, device="cpu")])
+
+    expected = drawn()
+    last_below.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(drawn(), expected)

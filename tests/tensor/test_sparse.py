@@ -497,7 +497,7 @@ def test_a_mask_sends_no_more_than_what_it_has(mesh):
     assert_same(whole(got), table().sparse_mask(torch.eye(10, 4).to_sparse(1)))
 
 
-@pytest.mark.parametrize("layout", ["[10:tp, 4]", "[10, 4:tp]", "[2 5:tp, 4]"])
+@pytest.mark.parametrize("layout", ["[10:tp, 4]", "[10, 4:tp]", "[2 5:tp, 4]", "[5 2:tp, 4]", "[10, 2 2:tp]"])
 def test_blocks_of_a_sparse_tensor_make_it_up(layout):
     lies = parse_layout(layout, Axes((3,), ("tp",)))[0]
     for dims in (1, 2):

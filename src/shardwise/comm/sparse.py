@@ -83,8 +83,9 @@ def places_in(indices: Tensor, layout: Layout, coord: Coord) -> Places:
             inside &= (row >= mine.start) & (row < mine.stop)
             rows.append(row - mine.start)
         else:
-            known = torch.tensor(mine, dtype=row.dtype, device=row.device)
-            at = torch.searchsorted(known, row).clamp_(max=len(mine) - 1)
+            # one more than there are, so that there is one to look at: no element is at -1
+            known = torch.tensor([*mine, -1], dtype=row.dtype, device=row.device)
+            at = torch.searchsorted(known[:-1], row)
             inside &= known[at] == row
             rows.append(at)
     return Places(inside, torch.stack(rows) if rows else indices)

@@ -106,7 +106,8 @@ def integers(
             return out
         out = number(out)
         at_most(out, last_below(high, dtype))
-        return at_least(out, -last_below(-low, dtype) if float(torch.tensor(low, dtype=dtype)) < low else low)
+        near = torch.tensor(low, dtype=dtype, device="cpu").item()
+        return at_least(out, -last_below(-low, dtype) if near < low else low)
 
     return fill(draw, cells, Recipe(True, each=each), dtype, device, out)
 

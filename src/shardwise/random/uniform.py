@@ -78,10 +78,10 @@ def last_below(value: float, dtype: torch.dtype) -> float:
     >>> last_below(1.0, torch.float32), last_below(1.0, torch.bfloat16), last_below(0.1, torch.float32)
     (0.9999999403953552, 0.99609375, 0.09999999403953552)
     """
-    near = torch.tensor(value, dtype=dtype)
+    near = torch.tensor(value, dtype=dtype, device="cpu")
     if near.item() < value:
         return float(near.item())
     memory = near.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     if near.item() == 0:
-        return -float(torch.tensor(1, dtype=memory.dtype).view(dtype).item())
+        return -float(torch.tensor(1, dtype=memory.dtype, device="cpu").view(dtype).item())
     return float((memory - 1 if near.item() > 0 else memory + 1).view(dtype).item())

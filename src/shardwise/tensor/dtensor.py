@@ -194,8 +194,10 @@ class DTensor(torch.Tensor):
 
     def __coerce_same_metadata_as_tangent__(
         self, metadata: tuple[Spec, bool], expected_type: type | None = None
-    ) -> DTensor:
-        """A gradient that came, in the layout that compiled code expects."""
+    ) -> DTensor | None:
+        """A gradient that came, in the layout that compiled code expects; None where it expects a plain tensor."""
+        if expected_type is not None and not issubclass(expected_type, DTensor):
+            return None
         return _autograd.redistributed(self, metadata[0].layout)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.instead import instead_of
@@ -35,7 +36,13 @@ def _along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | N
 
 def _wants_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # what is traced has no values to look for zeros in
-    return bool(args[0].requires_grad) and torch.is_grad_enabled() and not _is_traced()
+    x = args[0]
+    return bool(x.requires_grad) and torch.is_grad_enabled() and not _is_traced() and not _has_tangent(x)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    """Whether a derivative comes along with the values: torch's own product has a formula for that."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_traced() -> bool:

@@ -86,7 +86,8 @@ def randint(
     elif high is None:
         low, high = 0, low
     dtype = dtype or torch.int64
-    torch.randint(low, high, (1,), dtype=dtype, generator=torch.Generator())  # type: ignore[arg-type]  # for its errors
+    # for torch's own errors
+    torch.randint(low, high, (1,), dtype=dtype, device="cpu", generator=torch.Generator())  # type: ignore[arg-type]
     make = partial(integers, low=low, high=int(high))  # type: ignore[arg-type]
     return _new(
         "randint", make, size_of((size,)), dtype, layout, device_mesh, placements, device, requires_grad
