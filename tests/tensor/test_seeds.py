@@ -363,6 +363,30 @@ def test_another_import_wraps_nothing_again():
     assert out.stdout.split() == ["True"]
 
 
+def test_a_thread_may_draw_while_another_brings_back_a_state():
+    often, done, wrong = sys.getswitchinterval(), threading.Event(), []
+
+    def draw():
+        try:
+            for _ in range(5000):
+                sw.get_rng_state()
+        except KeyError as error:
+            wrong.append(error)
+        done.set()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=draw)
+        thread.start()
+        while not done.is_set():
+            with sw.fork_rng():
+                pass
+        thread.join()
+    finally:
+        sys.setswitchinterval(often)
+    assert not wrong
+
+
 def test_threads_that_draw_at_once_have_places_of_their_own():
     def draw():
         places.extend([next_draw().position for _ in range(5000)])

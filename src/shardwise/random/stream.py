@@ -125,9 +125,9 @@ def snapshot() -> State:
 
 def restore(state: State) -> None:
     """All streams as they were then."""
-    global _heeded
-    _streams.clear()
-    _streams.update((k, Stream(seed, at, by_torch, met)) for k, seed, at, by_torch, met in state.streams)
+    global _heeded, _streams
+    # others all at once: a thread that draws meanwhile must not find none
+    _streams = {k: Stream(seed, at, by_torch, met) for k, seed, at, by_torch, met in state.streams}
     _heeded = state.heeded
 
 
