@@ -363,6 +363,18 @@ def test_another_import_wraps_nothing_again():
     assert out.stdout.split() == ["True"]
 
 
+def test_torch_may_be_seeded_inside_a_fork():
+    for seed in (torch.manual_seed, torch.default_generator.manual_seed, sw.manual_seed):
+        with torch.random.fork_rng():
+            torch.default_generator.manual_seed(21)  # heeded when something is next drawn
+            with sw.fork_rng():
+                seed(22)
+                sw.rand(1)
+            forked = sw.rand(3)
+            torch.manual_seed(21)
+            assert torch.equal(forked, sw.rand(3)), seed
+
+
 def test_a_thread_may_draw_while_another_brings_back_a_state():
     often, done, wrong = sys.getswitchinterval(), threading.Event(), []
 

@@ -72,12 +72,13 @@ def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> N
 @contextmanager
 def fork_rng(enabled: bool = True) -> Iterator[None]:
     """Whatever is drawn or seeded inside, the streams are afterwards where they were before."""
+    stream_of()  # a seed that torch's generator was given before counts before
     before = snapshot()
     try:
         yield
     finally:
-        if enabled:
-            restore(before)
+        if enabled:  # one that it was given inside, and keeps, does not
+            restore(before._replace(heeded=torch.initial_seed()))
 
 
 def next_draw(mesh: DeviceMesh | None = None) -> Draw:
