@@ -36,8 +36,8 @@ def detached(t: Tensor) -> Tensor:
 def parts_of(t: Tensor) -> list[Tensor]:
     """The dense tensors that a sparse one consists of: where its elements are, and last what they are.
 
-    >>> [p.tolist() for p in parts_of(torch.eye(2).to_sparse_csr())]
-    [[0, 1, 2], [0, 1], [1.0, 1.0]]
+    >>> [p.tolist() for p in parts_of(torch.eye(2).to_sparse())]
+    [[[0, 1], [0, 1]], [1.0, 1.0]]
     """
     t = t.detach()
     if t.layout is torch.sparse_coo:
@@ -105,7 +105,7 @@ def cut_sparse(t: Tensor, layout: Layout, coord: Coord) -> Tensor:
         if isinstance(mine, range):
             values = values.narrow(d, mine.start, len(mine)) if len(mine) else values.narrow(d, 0, 0)
         else:
-            values = values.index_select(d, torch.tensor(mine, device=values.device))
+            values = values.index_select(d, torch.tensor(mine, dtype=torch.int64, device=values.device))
     return torch.sparse_coo_tensor(
         here[:, inside],
         # torch's kernels take the stride of a row for its length, and that of the only row is no matter to `contiguous`
