@@ -21,9 +21,9 @@ class Sparse(DTensor):
     >>> import shardwise as sw
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    ...     x = sw.distribute_tensor(torch.eye(3), mesh, [sw.Shard(0)]).to_sparse_csr()
-    ...     print(x._spec, x._nnz(), (x @ x).to_dense().placements, x.to_local().ranks[1].crow_indices())
-    f32[3, 3] 3 (Replicate(),) tensor([0, 1, 2, 3])
+    ...     x = sw.distribute_tensor(torch.eye(3), mesh, [sw.Shard(0)]).to_sparse()
+    ...     print(x._spec, x._nnz(), (x @ x).to_dense().placements, x.to_local().ranks[1].values())
+    f32[3, 3] 3 (Replicate(),) tensor([1., 1., 1.])
     """
 
     __slots__ = ()
