@@ -22,7 +22,7 @@ class Sparse(DTensor):
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     x = sw.distribute_tensor(torch.eye(3), mesh, [sw.Shard(0)]).to_sparse()
-    ...     print(x._spec, x._nnz(), (x @ x).to_dense().placements, x.to_local().ranks[1].values())
+    ...     print(x._spec, x._nnz(), (x + x).to_dense().placements, x.to_local().ranks[1].values())
     f32[3, 3] 3 (Replicate(),) tensor([1., 1., 1.])
     """
 
