@@ -341,6 +341,15 @@ def test_a_result_that_cannot_be_sent_says_so() -> None:
         launch(lambda: (i for i in range(3)), 2)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C reaches Python, also where the tests run in the background and the shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_stops_the_workers(pids: Path) -> None:
     def interrupt() -> None:
         wait_for(lambda: len(noted(pids)) == 2)
