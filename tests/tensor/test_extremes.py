@@ -47,12 +47,15 @@ def chosen(monkeypatch):
 LIES = [("1", (4,)), ("1", (3,)), ("0", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))]
 
 
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("name", CASES)
+# torch has no argmax of bools
+PAIRS = [
+    (name, values) for name in CASES for values in VALUES if values != "bools" or not name.startswith("arg")
+]
+
+
+@pytest.mark.parametrize(("name", "values"), PAIRS)
 @pytest.mark.parametrize("lies", LIES)
 def test_the_answer_is_the_dense_one(name, values, lies, chosen):
-    if values == "bools" and name.startswith("arg"):
-        pytest.skip("torch has no argmax of bools")
     agrees(CASES[name], [VALUES[values]], [lies[0]], lies[1], grad=False)
     assert any(chosen) or "columns" in name or "1" not in lies[0]
 

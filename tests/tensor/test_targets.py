@@ -1,5 +1,7 @@
 """Plain tensors that ops on DTensors write to: they come to hold what the same program gives on one device."""
 
+import warnings
+
 import pytest
 import torch
 from tests.rules.calls import x
@@ -54,3 +56,34 @@ def test_one_that_nobody_has_explained_is_refused():
         a, plain = sw.distribute_tensor(x(5, 4), mesh, [sw.Shard(0)]), x(5, 4)
         with pytest.raises(sw.LayoutError, match="mixed"):
             plain.add_(a)
+
+
+OUTS = {
+    "add": lambda x, out: torch.add(x, x, out=out),
+    "mm": lambda x, out: torch.mm(x, x.t(), out=out),
+    "nonzero": lambda x, out: torch.nonzero(x > 0.5, out=out),
+    "bernoulli": lambda x, out: torch.bernoulli(x, out=out),
+    "cat": lambda x, out: torch.cat([x, x], out=out),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+@pytest.mark.parametrize("held", [0, 2])
+def test_a_target_of_another_shape_takes_that_of_the_result(name, held):
+    dense = torch.arange(12.0).view(4, 3) / 12
+    dtype = torch.int64 if name == "nonzero" else torch.float32
+    sw.manual_seed(1)
+    with warnings.catch_warnings(), sw.one_device():
+        warnings.simplefilter("ignore")
+        expected = OUTS[name](dense, torch.empty(held, dtype=dtype))
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(dense, mesh, [sw.Shard(0)])
+        out = sw.empty(held, dtype=dtype, device_mesh=mesh, placements=[sw.Shard(0)])
+        sw.manual_seed(1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert OUTS[name](x, out) is out
+        assert bool(held) == any("was resized" in str(w.message) for w in said)
+        assert out.shape == expected.shape
+        assert torch.equal(out.full_tensor().ranks[1], expected)

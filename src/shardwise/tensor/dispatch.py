@@ -17,11 +17,12 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.flags import heeding
 from shardwise.tensor.foreach import FUSED, each, fused, prepare_foreach
 from shardwise.tensor.general import general, writes
+from shardwise.tensor.made import made_by
 from shardwise.tensor.offer import Offer
 from shardwise.tensor.offers import better
 from shardwise.tensor.policy import replicates
 from shardwise.tensor.prepare import Prepared, full_name, prepare, row_name, tensors_in
-from shardwise.tensor.programs import is_composite
+from shardwise.tensor.programs import is_composite, returning_form, writing_form
 from shardwise.tensor.rehearse import cheaper_program
 from shardwise.tensor.rungs import tell
 from shardwise.tensor.sparse_ops import is_about_sparse, on_sparse
@@ -234,6 +235,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         return lambda a, k: as_replicated(_run, func, a, k)
     if (run := draws(func)) is not None:
         return lambda a, k: run(*a, **k)
+    if (form := _resizing(func, args, kwargs)) is not None:
+        return lambda a, k: form(*a, **k)
     if not isinstance(first._local_tensor, PerRank) and coord_of(first.device_mesh) is None:
         if func is torch.ops.prim.layout.default:
             return on_sparse(func)
@@ -260,6 +263,19 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     if recipe is None:
         return cheaper_program(func, args, kwargs) or (lambda a, k: on_whole(func, a, k))
     return _direct(func, recipe, args, kwargs) or (lambda a, k: general(func, recipe, a, k))
+
+
+def _resizing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """How to write to targets of another shape than the results have: they take that shape, as torch has it."""
+    outs = [a.name for a in func._schema.arguments if a.is_out]
+    form = returning_form(func) if outs and all(isinstance(kwargs.get(n), DTensor) for n in outs) else None
+    if form is None:
+        return None
+    made = made_by(form, args, {k: v for k, v in kwargs.items() if k not in outs})
+    shapes = None if made is None else [getattr(t, "shape", None) for t in made]
+    if shapes == [kwargs[n].shape for n in outs]:
+        return None
+    return writing_form(func, form)
 
 
 def _direct(func: Any, recipe: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:

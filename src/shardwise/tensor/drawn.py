@@ -186,13 +186,10 @@ def _new_of_last(x: Tensor, count: int, generator: Any) -> Tensor:
 
 def _check_weights(chances: Tensor, count: int, replacement: bool) -> None:
     """Raise as torch does, on all ranks: of the values by an answer that is the whole's."""
-    # on one row of ones torch itself checks dims, dtype and counts
-    probe = torch.ones(*chances.shape[:-1][:0], max(chances.shape[-1] if chances.dim() else 1, 1)).to(
-        chances.dtype
-    )
-    if chances.dim() not in (1, 2) or not chances.is_floating_point():
-        torch.multinomial(torch.ones((1,) * chances.dim(), dtype=chances.dtype), count, replacement)
-    torch.multinomial(probe[: chances.shape[-1]], count, replacement, generator=_nobodys)
+    # torch itself checks dims, dtype and counts, on one row of ones
+    fits = chances.dim() in (1, 2) and chances.is_floating_point()
+    row = (chances.shape[-1],) if fits else (1,) * chances.dim()
+    torch.multinomial(torch.ones(row, dtype=chances.dtype), count, replacement, generator=_nobodys)
     if chances.numel() == 0 or is_elsewhere(chances):
         return
     check_all(

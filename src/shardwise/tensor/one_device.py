@@ -103,7 +103,7 @@ def _randint(*args: Any, **kwargs: Any) -> Tensor:
 
 def _randperm(n: int, **kwargs: Any) -> Tensor:
     dtype = kwargs.pop("dtype", None) or torch.int64
-    torch.randperm(min(n, 1), dtype=dtype)
+    torch.randperm(n, dtype=dtype, device="meta")  # for its errors
     return _new(permutation, (n,), {**kwargs, "dtype": dtype})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -69,10 +70,18 @@ def writing_form(func: Any, form: Callable[..., Any]) -> Callable[..., Any]:
         results = form(*args, **{k: v for k, v in kwargs.items() if not outs[k]})
         made = [results] if isinstance(results, Tensor) else list(results)
         for t, r in zip(into, made, strict=True):
-            if t.shape != r.shape and type(t) is not Tensor:
-                raise NotImplementedError(f"{func} would change the shape of what it writes to")
-        for t, r in zip(into, made, strict=True):
-            (t if t.shape == r.shape else t.resize_(r.shape)).copy_(r)
+            (t if t.shape == r.shape else _resized(t, r.shape)).copy_(r)
         return into[0] if len(into) == 1 else tuple(into)
 
     return run
+
+
+def _resized(t: Tensor, shape: torch.Size) -> Tensor:
+    """A target in the shape of what is written to it, as torch has it: with a warning if it held anything."""
+    if t.numel():
+        warnings.warn(
+            f"An output with one or more elements was resized since it had shape {list(t.shape)}, which does not "
+            f"match the required output shape {list(shape)}. Pass an empty tensor, or one of that shape.",
+            stacklevel=2,
+        )
+    return t.resize_(shape)

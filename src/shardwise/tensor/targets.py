@@ -45,6 +45,10 @@ def as_replicated(
         lifted[id(t)] = made(block, replicated_like(t, mesh))
     plain = {id(lifted[id(t)]): t for t in plain_targets(func, args, kwargs)}
     result = run(func, _swapped(args, lifted), _swapped(kwargs, lifted))
+    for d in lifted.values():
+        if d.shape != plain[id(d)].shape:  # it took the shape of the result, in memory of its own
+            whole = d.full_tensor()
+            plain[id(d)].resize_(d.shape).copy_(whole.ranks[0] if isinstance(whole, PerRank) else whole)
     return _swapped(result, plain)
 
 
