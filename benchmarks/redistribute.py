@@ -1,57 +1,17 @@
 """Redistribution next to torch's: collectives and bytes of every pair of layouts, and the time to plan one.
 
-Bytes and collectives are exact. Torch's were measured by running it (`benchmarks.torch_reference`); ours are
+Bytes and collectives are exact. Torch's were measured by running it (`tests.plan.torch_reference`); ours are
 the plans', which tests hold equal to what is really sent.
 """
 
 import statistics
 import time
-from dataclasses import dataclass
 
-from benchmarks.torch_reference import Case, Pair, Traffic, load_reference
-from shardwise import Layout, Partial, Placement, Plan, Replicate, Shard, plan_redistribute
+from tests.plan.torch_comparison import ITEMSIZE, compare, placements
+from tests.plan.torch_reference import Pair, load_reference
+
+from shardwise import Layout, plan_redistribute
 from shardwise.layout import Axes
-
-ITEMSIZE = 4  # the reference is in float32
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All pairs of one mesh and shape: theirs, ours, and the pairs where ours is worse in either."""
-
-    pairs: int
-    torch: Traffic
-    ours: Traffic
-    worse: list[Pair]
-
-
-def placements(tokens: tuple[str, ...]) -> list[Placement]:
-    """Our placements for the reference's tokens."""
-    known: dict[str, Placement] = {"R": Replicate(), "P": Partial()}
-    return [known[t] if t in known else Shard(int(t[1:])) for t in tokens]
-
-
-def plan_for(case: Case, pair: Pair) -> Plan:
-    """Our plan for a pair of the reference."""
-    mesh, shape = case
-    axes = Axes(mesh)
-    source, target = (Layout.of(shape, axes, placements(tokens)) for tokens in pair)
-    return plan_redistribute(source, target, ITEMSIZE)
-
-
-def compare(case: Case, reference: dict[Pair, Traffic | None]) -> Comparison:
-    """Our plans for all pairs of a case beside torch's traffic."""
-    theirs, ours = [0, 0], [0, 0]
-    worse = []
-    for pair, traffic in reference.items():
-        if traffic is None:
-            continue
-        plan = plan_for(case, pair)
-        if plan.collectives > traffic.collectives or plan.bytes > traffic.bytes:
-            worse.append(pair)
-        theirs = [theirs[0] + traffic.collectives, theirs[1] + traffic.bytes]
-        ours = [ours[0] + plan.collectives, ours[1] + plan.bytes]
-    return Comparison(len(reference), Traffic(*theirs), Traffic(*ours), worse)
 
 
 def planning_times(mesh: tuple[int, ...], shape: tuple[int, ...], pairs: list[Pair]) -> list[float]:

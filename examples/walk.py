@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import torch
 import torch.distributed as dist
-from benchmarks.torch_reference import Traffic, torch_traffic
+from tests.plan.torch_reference import Traffic, torch_traffic
 
 import shardwise as sw
 from shardwise.comm import counting

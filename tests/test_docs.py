@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.dispatch.router import forget
 from shardwise.rules.table import REGISTERED
-from shardwise.tensor.dispatch import forget
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

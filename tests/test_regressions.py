@@ -13,10 +13,10 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, PerRank, Replicate, Shard, simulate
 from shardwise.comm import axes_of, counting, members_of
+from shardwise.dispatch.router import _ops
 from shardwise.experimental import local_map
 from shardwise.layout import block_offset, block_shape, parse_layout
 from shardwise.parallel import loss_parallel
-from shardwise.tensor.dispatch import _ops
 
 
 def cases(names, values):

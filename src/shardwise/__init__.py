@@ -6,9 +6,10 @@ of `torch.distributed.tensor`, so a program moves over by changing its imports.
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import shardwise.tensor  # isort: split  (interim: the class first)
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
-from shardwise.debug.verify import prove as _prove
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
+from shardwise.ops.one_device import one_device
 from shardwise.plan import CostModel, Plan, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by
@@ -26,7 +27,6 @@ from shardwise.tensor import (
     get_rng_state,
     linspace,
     manual_seed,
-    one_device,
     ones,
     policy,
     rand,
@@ -37,6 +37,7 @@ from shardwise.tensor import (
     set_rng_state,
     zeros,
 )
+from shardwise.verify.prove import prove as _prove
 
 # rules cannot run ops, and say so: this is who does
 _prove_by(_prove)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import layouts, many
 
-from shardwise.layout import Axes, Layout, LayoutError, Partial, Replicate, Shard, layout_text, parse_layout
+from shardwise.layout import Axes, Layout, LayoutError, Partial, Replicate, Shard, parse_layout
 from shardwise.layout.text import count_text
 
 ON = Axes((2, 3), ("dp", "tp"))
@@ -18,7 +18,7 @@ def test_a_layout_reads_back_from_its_text(layout):
 
 @given(layouts(), st.sampled_from(["f32", "bf16", "i64", "bool", "f8_e4m3fn", "c64"]))
 def test_with_its_dtype_too(layout, dtype):
-    text = layout_text(layout, dtype)
+    text = layout.text(dtype)
     assert text == dtype + repr(layout)
     assert parse_layout(text, layout.axes) == (layout, dtype)
 
@@ -89,7 +89,7 @@ def test_any_text_is_a_layout_or_an_error(data):
         read, dtype = parse_layout(text, layout.axes)
     except LayoutError:
         return
-    assert parse_layout(layout_text(read, dtype), layout.axes) == (read, dtype)
+    assert parse_layout(read.text(dtype), layout.axes) == (read, dtype)
 
 
 @pytest.mark.parametrize(

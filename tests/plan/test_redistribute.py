@@ -5,10 +5,10 @@ import time
 from fractions import Fraction
 
 import pytest
-from benchmarks.redistribute import ITEMSIZE, compare, placements
-from benchmarks.torch_reference import EVEN, load_reference
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.plan.torch_comparison import ITEMSIZE, compare, placements
+from tests.plan.torch_reference import EVEN, load_reference
 from tests.strategies import axes, coords, layouts, many, shapes
 
 from shardwise.comm import peers_of

@@ -3,8 +3,8 @@ import pytest
 from shardwise import LayoutError
 from shardwise.rules import Call, Slot
 from shardwise.rules.notation import row
-from shardwise.rules.pointwise import pointwise
 from shardwise.rules.table import TABLE
+from shardwise.rules.tables.pointwise import pointwise
 
 
 def call(*shapes, outputs, tensors=None, args=None):

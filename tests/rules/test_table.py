@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.rules.shape import REGROUPED
 from shardwise.rules.table import TABLE, printed
+from shardwise.rules.tables.view_and_cat import REGROUPED
 
 GOLDEN = Path(__file__).parents[2] / "docs" / "rules.txt"
 

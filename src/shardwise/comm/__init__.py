@@ -1,6 +1,8 @@
 """Communication: running steps over process groups or over all ranks in one process, and counting it."""
 
-from shardwise.comm.agree import agreed
+from shardwise.comm.async_block import Pending
+from shardwise.comm.broadcast_seed import agreed
+from shardwise.comm.codec import bytes_of, check_reducible
 from shardwise.comm.launch import LaunchError, launch
 from shardwise.comm.ledger import Ledger, Sent, counting
 from shardwise.comm.mesh import (
@@ -14,11 +16,11 @@ from shardwise.comm.mesh import (
     peers_of,
     siblings_of,
 )
-from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank, map_ranks, spread
 from shardwise.comm.run import run, start
 from shardwise.comm.scatter import block_of, scatter
-from shardwise.comm.sparse import (
+from shardwise.comm.simulate import is_simulated, on_mesh, per_rank, simulate
+from shardwise.comm.sparse_parts import (
     cut_sparse,
     detached,
     is_sparse,
@@ -27,8 +29,6 @@ from shardwise.comm.sparse import (
     scatter_sparse,
     sparse_of,
 )
-from shardwise.comm.wire import bytes_of, check_reducible
-from shardwise.comm.world import is_simulated, on_mesh, per_rank, simulate
 
 __all__ = [
     "Coord",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.comm.workers import (
+from shardwise.comm.worker_process import (
     Done,
     Failed,
     Job,

@@ -75,7 +75,9 @@ class PerRank(torch.Tensor):
             return joined(*args, **kwargs)
         sends = _collective_name(func)
         if sends is not None:
-            from shardwise.comm.simulated import collective  # it works on PerRank, so the two know each other
+            from shardwise.comm.simulated_collectives import (
+                collective,  # it works on PerRank, so the two know each other
+            )
 
             return collective(sends, args, dict(kwargs))
         if torch.is_grad_enabled():
@@ -92,7 +94,7 @@ class PerRank(torch.Tensor):
     ) -> Any:
         sends = _collective_name(func)
         if sends is not None:
-            from shardwise.comm.simulated import collective
+            from shardwise.comm.simulated_collectives import collective
 
             return collective(sends, args, dict(kwargs or {}))
         return map_ranks(func, *args, **(kwargs or {}))

@@ -14,9 +14,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from shardwise.comm.blocks import box_count, box_shape, cut_box, set_box
-from shardwise.comm.mesh import Coord
-from shardwise.comm.wire import (
+from shardwise.comm.box_copy import box_count, box_shape, cut_box, set_box
+from shardwise.comm.codec import (
     Codec,
     divided,
     identity_value,
@@ -25,6 +24,7 @@ from shardwise.comm.wire import (
     reduce_codec,
     scaled,
 )
+from shardwise.comm.mesh import Coord
 from shardwise.layout import Box, Pieces, block_shape, meet, refine
 from shardwise.plan import AllGather, AllReduce, AllToAll, Exchange, Identity, ReduceScatter, Slice, Step
 from shardwise.plan.exchange import overlaps, place_of

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.async_block import Pending
+from shardwise.comm.codec import reduce_all, reduce_codec
 from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import (
     Coord,
@@ -22,10 +24,8 @@ from shardwise.comm.mesh import (
     peers_of,
     siblings_of,
 )
-from shardwise.comm.pending import Pending
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, recipe_for
-from shardwise.comm.wire import reduce_all, reduce_codec
 from shardwise.plan import AllReduce, Plan, Step
 
 __all__ = ["run", "start"]

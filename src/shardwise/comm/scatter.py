@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.blocks import box_count, cut_box
+from shardwise.comm.box_copy import box_count, cut_box
+from shardwise.comm.codec import move_codec
 from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import Coord, axes_of, coord_of, group_of, members_of, siblings_of
 from shardwise.comm.per_rank import PerRank
-from shardwise.comm.wire import move_codec
 from shardwise.layout import Axes, Box, Layout, block_shape, meet, refine
 
 __all__ = ["block_of", "scatter"]

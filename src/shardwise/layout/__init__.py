@@ -12,10 +12,10 @@ from shardwise.layout.geometry import (
     owned,
 )
 from shardwise.layout.layout import Layout
+from shardwise.layout.parse import parse_layout
 from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from shardwise.layout.refine import Box, Piece, Pieces, meet, refine
 from shardwise.layout.spec import Spec, TensorMeta, dtype_text
-from shardwise.layout.text import layout_text, parse_layout
 from shardwise.layout.view import view
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "global_shape",
     "global_stride",
     "largest_block",
-    "layout_text",
     "meet",
     "owned",
     "parse_layout",

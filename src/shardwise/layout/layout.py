@@ -139,7 +139,11 @@ class Layout:
         return Layout, (self.axes, self.dims, dict(self.partial))
 
     def __repr__(self) -> str:
-        return layout_text(self)
+        return self.text()
+
+    def text(self, dtype: str = "") -> str:
+        """The text form, preceded by the short name of a dtype where one is given."""
+        return layout_text(self.axes, self.dims, self.partial, dtype)
 
 
 def _check_axes(axes: Axes, dims: tuple[Dim, ...], partial: tuple[tuple[int, str], ...]) -> None:

@@ -8,7 +8,6 @@ from weakref import WeakValueDictionary
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement
-from shardwise.layout.text import layout_text
 
 __all__ = ["Spec", "TensorMeta"]
 
@@ -91,7 +90,7 @@ class Spec:
         return Spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride)
 
     def __str__(self) -> str:
-        return layout_text(self.layout, dtype_text(self.dtype))
+        return self.layout.text(dtype_text(self.dtype))
 
     def __repr__(self) -> str:
         return f"Spec({self} on {self.layout.axes})"

@@ -2,7 +2,6 @@
 
 from shardwise.plan.cost import CostModel
 from shardwise.plan.exchange import Exchange, Move, plan_exchanges
-from shardwise.plan.op import Choice, choose, choose_view, every_choice
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.step import (
     AllGather,
@@ -15,6 +14,7 @@ from shardwise.plan.step import (
     Slice,
     Step,
 )
+from shardwise.plan.strategy import Choice, choose, choose_view, every_choice
 
 __all__ = [
     "AllGather",

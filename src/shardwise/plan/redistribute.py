@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from shardwise.layout import Layout, LayoutError, largest_block
 from shardwise.plan.cost import DEFAULT_COSTS, CostModel
-from shardwise.plan.moves import steps_towards
+from shardwise.plan.edges import steps_towards
 from shardwise.plan.step import Plan, Slice, Step
 
 __all__ = ["plan_redistribute"]

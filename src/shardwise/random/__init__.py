@@ -4,15 +4,15 @@ In the order to read: `philox` makes words, `cells` says which elements a block 
 of the other by a recipe, and the rest are recipes, written once for NumPy and torch with `arrays` and `elementary`.
 """
 
-from shardwise.random.cells import Cells
-from shardwise.random.choices import bernoulli, integers, random_range
-from shardwise.random.counts import binomial, poisson
+from shardwise.random.block_indices import Cells
+from shardwise.random.discrete import bernoulli, integers, random_range
 from shardwise.random.gamma import gamma
+from shardwise.random.inversion import cauchy, exponential, geometric
 from shardwise.random.normal import log_normal, normal
 from shardwise.random.permutation import permutation
 from shardwise.random.philox import Draw
+from shardwise.random.poisson_binomial import binomial, poisson
 from shardwise.random.uniform import uniform
-from shardwise.random.waits import cauchy, exponential, geometric
 
 __all__ = [
     "Cells",

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.random.arrays import Array
-from shardwise.random.cells import Cells
+from shardwise.random.block_indices import Cells
+from shardwise.random.numpy_or_torch import Array
 from shardwise.random.philox import CHUNK, Draw, Lanes, counters, philox
 
 __all__ = ["Recipe", "at", "define", "fill", "parts", "words_at"]

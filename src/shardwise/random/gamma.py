@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
-from shardwise.random.arrays import root
-from shardwise.random.cells import Cells
+from shardwise.random.block_indices import Cells
 from shardwise.random.normal import box_muller
+from shardwise.random.numpy_or_torch import root
 from shardwise.random.philox import Draw
-from shardwise.random.tries import Tries, log, parts_of, pick, power
+from shardwise.random.rejection import Tries, log, parts_of, pick, power
 
 __all__ = ["gamma"]
 

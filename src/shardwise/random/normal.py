@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.random.arrays import Array, bits, number, root, signed, top
-from shardwise.random.cells import Cells
-from shardwise.random.elementary import circle, exp, ln
+from shardwise.random.block_indices import Cells
 from shardwise.random.fill import Recipe, fill
+from shardwise.random.numpy_or_torch import Array, bits, number, root, signed, top
 from shardwise.random.philox import Draw
+from shardwise.random.portable_math import circle, exp, ln
 from shardwise.random.uniform import REAL_PART, precision
 
 __all__ = ["log_normal", "normal", "normal_recipe"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
-from shardwise.random.cells import Cells
+from shardwise.random.block_indices import Cells
 from shardwise.random.fill import Recipe, at, fill, parts
 from shardwise.random.philox import Draw
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
-from shardwise.random.arrays import Array, at_most, number, top
-from shardwise.random.cells import Cells
+from shardwise.random.block_indices import Cells
 from shardwise.random.fill import Recipe, fill
+from shardwise.random.numpy_or_torch import Array, at_most, number, top
 from shardwise.random.philox import Draw
 
 __all__ = ["REAL_PART", "last_below", "uniform", "uniform_recipe"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.rules import (
-    along,
+from shardwise.rules.rule import Listing, Row
+from shardwise.rules.tables import (
     attention,
-    bag,
     contraction,
     convolution,
     creation,
@@ -14,15 +13,16 @@ from shardwise.rules import (
     loss,
     normalization,
     pointwise,
-    ranges,
     reduction,
     scatter,
-    search,
-    shape,
     spatial,
-    views,
 )
-from shardwise.rules.rule import Listing, Row
+from shardwise.rules.tables import embedding_bag as bag
+from shardwise.rules.tables import searchsorted as search
+from shardwise.rules.tables import slicing as ranges
+from shardwise.rules.tables import view_and_cat as shape
+from shardwise.rules.tables import view_copies as views
+from shardwise.rules.tables import whole_dims as along
 
 __all__ = ["REGISTERED", "TABLE", "printed", "row_of"]
 

@@ -4,24 +4,24 @@
 from shardwise.tensor.dtensor import DTensor
 
 # isort: split
+from shardwise.api.distribute import distribute_tensor
+from shardwise.api.factories import arange, empty, eye, full, linspace, ones, zeros
+from shardwise.api.geometry import compute_local_shape_and_global_offset
+from shardwise.api.random_factories import rand, randint, randn, randperm
+from shardwise.api.register_sharding import register_sharding
+from shardwise.call.trace import watching
+from shardwise.ops.dropout import draw_noise_for_dtensors
+from shardwise.ops.dropout_functorch import draw_in_transforms
+from shardwise.ops.one_device import one_device
+from shardwise.ops.prod import divide_products
+from shardwise.ops.sparse_factories import make_sparse
+from shardwise.ops.torch_python import draw_for_torch
 from shardwise.random.stream import follow_torch
-from shardwise.tensor.create import distribute_tensor
 from shardwise.tensor.errors import MeshError
-from shardwise.tensor.factories import arange, empty, eye, full, linspace, ones, zeros
-from shardwise.tensor.geometry import compute_local_shape_and_global_offset
-from shardwise.tensor.helped import draw_for_torch
-from shardwise.tensor.instead import give_values
-from shardwise.tensor.noise import draw_noise_for_dtensors
-from shardwise.tensor.one_device import one_device
 from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
-from shardwise.tensor.prod import divide_products
-from shardwise.tensor.random_factories import rand, randint, randn, randperm
-from shardwise.tensor.register import register_sharding
-from shardwise.tensor.rungs import watching
-from shardwise.tensor.saved import allow_loading
-from shardwise.tensor.seeds import fork_rng, get_rng_state, manual_seed, set_rng_state
-from shardwise.tensor.sparse_made import make_sparse
-from shardwise.tensor.transformed import draw_in_transforms
+from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
+from shardwise.tensor.serialization import allow_loading
+from shardwise.torch_internals.override import give_values
 
 __all__ = [
     "CommunicationError",

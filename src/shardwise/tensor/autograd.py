@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import Pending, PerRank, cut_sparse, detached, is_sparse, on_mesh, run, start
 from shardwise.layout import Layout, Spec, global_stride
 from shardwise.plan import Plan, plan_redistribute
-from shardwise.tensor.awaited import Awaited
+from shardwise.tensor.async_tensor import Awaited
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.sparse import made, moved, stride_of
+from shardwise.tensor.sparse_tensor import made, moved, stride_of
 
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "contiguous_stride", "grad_layout", "redistributed"]
 

@@ -237,10 +237,10 @@ def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> D
 
 
 # These make DTensors, so they can only come after it.
+from shardwise.dispatch.router import dispatch  # noqa: E402
 from shardwise.tensor import autograd as _autograd  # noqa: E402
 from shardwise.tensor import local as _local  # noqa: E402
-from shardwise.tensor import sparse as _sparse  # noqa: E402
-from shardwise.tensor.dispatch import dispatch  # noqa: E402
+from shardwise.tensor import sparse_tensor as _sparse  # noqa: E402
 
 # static, for to bind a class method takes longer than to call this
 DTensor.__torch_dispatch__ = staticmethod(dispatch)

@@ -33,9 +33,9 @@ from shardwise.layout import (
     global_stride,
 )
 from shardwise.tensor.autograd import FromLocal, ToLocal, contiguous_stride
-from shardwise.tensor.check import checked_shape
+from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.sparse import check_whole, made, nothing_like
+from shardwise.tensor.sparse_tensor import check_whole, made, nothing_like
 
 __all__ = ["check_device", "from_local", "to_local"]
 

@@ -1,0 +1,126 @@
+"""Rules by users: in our notation, or as a function that lists placements, which is torch's form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+from shardwise.call.resolve import full_name
+from shardwise.dispatch.infer_rule import discovered
+from shardwise.dispatch.router import forget
+from shardwise.layout import LayoutError
+from shardwise.rules import Listing, Row
+from shardwise.rules.notation import row
+from shardwise.rules.table import REGISTERED
+
+__all__ = ["op_overloads", "register_sharding"]
+
+_Lister = TypeVar("_Lister", bound=Callable[..., Any])
+_log = logging.getLogger("shardwise")
+
+
+@overload
+def register_sharding(op: Any) -> Callable[[_Lister], _Lister]: ...
+@overload
+def register_sharding(
+    op: Any,
+    text: str | Row,
+    *,
+    by: Mapping[str, str] | None = ...,
+    linear: Sequence[Sequence[int]] = ...,
+    added: Sequence[int] = ...,
+    reads: bool = ...,
+    empty: bool = ...,
+) -> Row: ...
+
+
+def register_sharding(
+    op: Any,
+    text: str | Row | None = None,
+    *,
+    by: Mapping[str, str] | None = None,
+    linear: Sequence[Sequence[int]] = (),
+    added: Sequence[int] = (),
+    reads: bool = True,
+    empty: bool = True,
+) -> Any:
+    """Give an op a rule, in place of ours if it has one: a row in our notation, or a function that lists placements.
+
+    The function is decorated; it gets the op's arguments, with a spec for each tensor, and lists pairs of what the
+    outputs and the inputs may be on one axis of a mesh. `shardwise.rules.verify(op)` proves either form.
+
+    In a row, letters behind the arrow are those of the outputs; one that is missing there is reduced, `by` sum or what
+    is said, and `added` are arguments that are added to such parts. `linear` are groups of tensor arguments in which
+    a pending sum passes through. What an op writes to stays as it lies. `empty=False` if it takes no empty blocks,
+    `reads=False` if its numbers do not matter to the row. A `Row` made elsewhere may stand for the text, and
+    "?" for one that is found by running the op on pieces of small tensors: only say so of an op of which values do
+    not decide what may be split.
+
+    >>> import shardwise as sw
+    >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
+    ... def scale_rows(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    ...     return x * by[:, None]
+    >>> _ = scale_rows.register_fake(lambda x, by: torch.empty_like(x))
+    >>> register_sharding(scale_rows, "m n, m -> m n", linear=[[0], [1]]).text
+    'm n, m -> m n; linear in (0) and in (1)'
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     x = sw.distribute_tensor(torch.ones(4, 3), mesh, [sw.Shard(1)])
+    ...     print(scale_rows(x, sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Replicate()])).layout)
+    [4, 3:tp]
+    """
+    ops = op_overloads(op)
+    if text is None:
+
+        def decorate(lister: _Lister) -> _Lister:
+            where = getattr(lister, "__qualname__", repr(lister))
+            _register(ops, Listing(f"listed by {where}", lister))
+            return lister
+
+        return decorate
+    if text == "?":
+        rows = [discovered(one) for one in ops]
+        for one, found in zip(ops, rows, strict=True):
+            _register([one], found)
+        return rows[0]
+    made = text if isinstance(text, Row) else None
+    made = made or row(str(text), by=by, linear=linear, added=added, reads=reads, empty=empty)
+    _register(ops, made)
+    return made
+
+
+def op_overloads(op: Any) -> list[OpOverload]:
+    """The ops that are meant by an op, one of its forms, a custom op, or a list of such."""
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, OpOverloadPacket):
+        every = [getattr(op, form) for form in op.overloads()]
+        forms = [f for f in every if any("Tensor" in str(a.type) for a in f._schema.arguments)]
+        # those that write have the rows of those that do not
+        return [f for f in forms if not f._schema.is_mutable] or forms
+    if isinstance(op, CustomOpDef):
+        return [op._opoverload]
+    if isinstance(op, list | tuple) and op:
+        return [o for one in op for o in op_overloads(one)]
+    raise LayoutError(
+        f"{op!r} is not an op.",
+        why="rules are for ops of torch's dispatcher",
+        fix="use one like torch.ops.aten.mm.default, what torch.library.custom_op returned, or a list of them",
+    )
+
+
+def _register(ops: Sequence[OpOverload], entry: Row | Listing) -> None:
+    for op in ops:
+        REGISTERED[full_name(op)] = entry
+        if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            _log.warning(
+                "%s is made of other ops before a DTensor sees it: a rule for it is used in inference mode only. "
+                "Register rules for what it is made of.",
+                op,
+            )
+    forget()

@@ -1,0 +1,244 @@
+"""Convolutions on any split: of the batch, of channels, and of positions by their halos; the answer is the dense one."""
+
+import random
+
+import pytest
+import torch
+from tests.alternatives.test_rearrange import alike
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.alternatives import convolution
+from shardwise.alternatives import registry as offers
+from shardwise.comm import counting
+from shardwise.plan import plan_redistribute
+
+CONVS = {
+    1: (functional.conv1d, functional.conv_transpose1d),
+    2: (functional.conv2d, functional.conv_transpose2d),
+    3: (functional.conv3d, functional.conv_transpose3d),
+}
+MESHES = {"one axis": (4,), "two axes": (2, 2)}
+
+
+def drawn(draw, nd, transposed, groups):
+    """A convolution with drawn numbers that has something to put out, and its tensors."""
+    while True:
+        stride, dilation = draw.choice([1, 2, 3]), draw.choice([1, 2])
+        kernel = [draw.choice([1, 2, 3, 4]) for _ in range(nd)]
+        padding = [draw.randint(0, k) if not transposed else draw.randint(0, k // 2) for k in kernel]
+        size = [draw.randint(3, 9) for _ in range(nd)]
+        kwargs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        if transposed:
+            kwargs["output_padding"] = draw.randint(0, max(stride, dilation) - 1)
+        into, out = (4, 4) if groups == 4 else (groups * 2, groups * 3)
+        weight = (into, out // groups) if transposed else (out, into // groups)
+        shapes = [(3, into, *size), (*weight, *kernel), (out,)]
+        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+        if draw.random() < 0.3:
+            tensors.pop()
+        try:
+            want = CONVS[nd][transposed](*tensors, **kwargs)
+        except RuntimeError:
+            continue
+        if 0 not in want.shape:
+            return tensors, kwargs, want
+
+
+def check(draw, nd, transposed, groups, shape, placements):
+    tensors, kwargs, want = drawn(draw, nd, transposed, groups)
+    torch.manual_seed(draw.randint(0, 99))
+    weights = torch.randn_like(want)
+    (want * weights).sum().backward()
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        whole = [sw.Replicate()] * len(shape)
+        said = [placements, whole, whole]
+        if draw.random() < 0.3:
+            said[1] = [sw.Shard(0), *whole[1:]]
+        xs = [
+            sw.distribute_tensor(t.detach(), mesh, p).requires_grad_()
+            for t, p in zip(tensors, said, strict=False)
+        ]
+        got = CONVS[nd][transposed](*xs, **kwargs)
+        torch.testing.assert_close(got.full_tensor().ranks[1], want)
+        (got * alike(weights, got, mesh)).sum().backward()
+        for x, t in zip(xs, tensors, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor().ranks[3], t.grad)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The offers that were taken; gathering costs the world, so that small tensors take this way too."""
+    taken = []
+    real = offers.seconds_of
+    monkeypatch.setattr(offers, "seconds_of", lambda plans: 1e9 * real(plans))
+    for op, make in convolution.OFFERS.items():
+
+        def watched(*call, op=op, make=make):
+            offer = make(*call)
+            if offer is not None:
+                taken.append(op)
+            return offer
+
+        monkeypatch.setitem(offers.OFFERS, op, watched)
+    return taken
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("nd", [1, 2, 3])
+def test_halos_give_the_dense_answer_and_gradients(nd, transposed, groups, chosen, caplog):
+    draw = random.Random(f"{nd}{transposed}{groups}")
+    for turn in range(8):
+        d = draw.randrange(nd) + 2
+        shape, placements = draw.choice([
+            ((4,), [sw.Shard(d)]),
+            ((2, 2), [sw.Shard(d), sw.Shard(d)]),
+            ((2, 2), [sw.Shard(d), sw.Shard(0)]),
+            ((2, 2), [sw.Shard(2), sw.Shard(nd + 1)]),
+            ((2, 2), [sw.Shard(1), sw.Shard(d)]),
+            ((2, 2), [sw.Partial(), sw.Shard(d)]),
+        ])  # fmt: skip
+        before = len(chosen)
+        check(draw, nd, transposed, groups, shape, placements)
+        assert len(chosen) >= before + 2, (turn, placements)
+    assert "ran on the whole" not in caplog.text
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("into", [sw.Shard(0), sw.Shard(1), sw.Partial()])
+@pytest.mark.parametrize("weight", [sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()])
+def test_rows_give_the_dense_answer_and_gradients(groups, transposed, into, weight, caplog):
+    draw = random.Random(f"{groups}{transposed}{into}{weight}")
+    tensors, kwargs, want = drawn(draw, 2, transposed, groups)
+    weights = torch.randn_like(want)
+    (want * weights).sum().backward()
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        whole = [sw.Replicate()] * 2
+        said = [[into, draw.choice([sw.Replicate(), sw.Shard(0)])], [draw.choice(whole), weight], whole]
+        xs = [
+            sw.distribute_tensor(t.detach(), mesh, p).requires_grad_()
+            for t, p in zip(tensors, said, strict=False)
+        ]
+        got = CONVS[2][transposed](*xs, **kwargs)
+        torch.testing.assert_close(got.full_tensor().ranks[1], want)
+        (got * sw.distribute_tensor(weights, mesh, whole)).sum().backward()
+        for x, t in zip(xs, tensors, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor().ranks[3], t.grad)
+    assert "ran on the whole" not in caplog.text
+
+
+def laid(x, w, b, dim_of_x, dim_of_w):
+    """A convolution on one axis: the layouts of its result and gradients, and what it sent."""
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+        def put(t, d):
+            p = sw.Replicate() if d is None else sw.Shard(d)
+            return sw.distribute_tensor(t, mesh, [p]).requires_grad_()
+
+        xs = put(x, dim_of_x), put(w, dim_of_w), put(b, None)
+        with counting() as ledger:
+            y = functional.conv2d(*xs, padding=1)
+        sent = ledger.bytes
+        with counting() as ledger:
+            grads = torch.autograd.grad(y, xs, y.detach())
+        return [str(t.layout) for t in (y, *grads)], sent, ledger.bytes
+
+
+def test_rows_move_nothing_where_parts_will_do():
+    x, w, b = torch.randn(4, 8, 6, 6), torch.randn(8, 8, 3, 3), torch.randn(8)
+    assert laid(x, w, b, 0, None) == (
+        ["[4:tp, 8, 6, 6]", "[4:tp, 8, 6, 6]", "[8, 8, 3, 3] P(tp,sum)", "[8] P(tp,sum)"], 0, 0)  # fmt: skip
+    assert laid(x, w, b, None, 0) == (
+        ["[4, 8:tp, 6, 6]", "[4, 8, 6, 6] P(tp,sum)", "[8:tp, 8, 3, 3]", "[8:tp]"], 0, 0)  # fmt: skip
+    layouts, sent, _ = laid(x, w, b, 1, 1)
+    assert (layouts[0], sent) == ("[4, 8, 6, 6] P(tp,sum)", 0)
+
+
+def test_a_halo_is_one_row_from_each_neighbour():
+    x, w, b = torch.randn(2, 8, 64, 32), torch.randn(8, 8, 3, 3), torch.randn(8)
+    layouts, forward, backward = laid(x, w, b, 2, None)
+    row = 4 * 2 * 8 * 32
+    assert layouts == ["[2, 8, 64:tp, 32]", "[2, 8, 64:tp, 32]", "[8, 8, 3, 3] P(tp,sum)", "[8] P(tp,sum)"]
+    assert forward == backward == 6 * row  # over three borders, both ways
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        split, whole = (sw.distribute_tensor(x, mesh, [p]).layout for p in (sw.Shard(2), sw.Replicate()))
+    assert plan_redistribute(split, whole, 4).bytes == 192 * row
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("groups", [4, 6, 3])
+def test_groups_stay_where_their_channels_are(groups, has_bias, transposed, chosen):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * groups, 5, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(
+        2 * groups if transposed else 3 * groups, 3 if transposed else 2, 3, 3, dtype=torch.float64
+    )
+    w.requires_grad_()
+    b = torch.randn(3 * groups, dtype=torch.float64, requires_grad=True) if has_bias else None
+    conv = functional.conv_transpose2d if transposed else functional.conv2d
+    want = conv(x, w, b, groups=groups)
+    weights = torch.randn_like(want)
+    (want * weights).sum().backward()
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def put(t, *said):
+            return sw.distribute_tensor(t.detach(), mesh, said).requires_grad_()
+
+        y = put(x, sw.Shard(0), sw.Shard(1))
+        rest = [t if t is None else put(t, sw.Replicate(), sw.Replicate()) for t in (w, b)]
+        with counting() as ledger:
+            got = conv(y, *rest, groups=groups)
+        is_even = groups % 2 == 0
+        assert (ledger.bytes == 0) == is_even
+        assert not is_even or str(got.layout).startswith(f"[3:dp, {3 * groups}:tp, ")
+        torch.testing.assert_close(got.full_tensor().ranks[1], want)
+        (got * sw.distribute_tensor(weights, mesh, [sw.Replicate()] * 2)).sum().backward()
+        for ours, t in zip([y, *rest], [x, w, b], strict=True):
+            if t is not None:
+                torch.testing.assert_close(ours.grad.full_tensor().ranks[3], t.grad)
+    assert bool(chosen) == is_even
+
+
+def test_patches_that_do_not_overlap_need_no_halo():
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.randn(1, 3, 32, 32), mesh, [sw.Shard(2)])
+        w = sw.distribute_tensor(torch.randn(8, 3, 4, 4), mesh, [sw.Replicate()])
+        with sw.policy(implicit="error"):
+            assert str(functional.conv2d(x, w, stride=4).layout) == "[1, 8, 8:tp, 8]"
+
+
+def program(padding):
+    """A convolution and its gradients over four rows of positions; the same on real ranks and simulated ones."""
+    torch.manual_seed(0)
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, w, b = torch.randn(2, 4, 9, 5), torch.randn(6, 4, 3, 3), torch.randn(6)
+    lie = [sw.Shard(2), sw.Shard(2)]
+    xs = [
+        sw.distribute_tensor(t, mesh, p).requires_grad_()
+        for t, p in zip((x, w, b), (lie, [sw.Replicate()] * 2, [sw.Replicate()] * 2), strict=True)
+    ]
+    y = functional.conv2d(*xs, padding=padding, stride=2)
+    y.cos().sum().backward()
+    return str(y.layout), [t.detach().full_tensor() for t in (y, *(x.grad for x in xs))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_real_processes_do_the_same(workers, padding):
+    torch.manual_seed(0)
+    xs = [t.requires_grad_() for t in (torch.randn(2, 4, 9, 5), torch.randn(6, 4, 3, 3), torch.randn(6))]
+    y = functional.conv2d(*xs, padding=padding, stride=2)
+    y.cos().sum().backward()
+    for layout, got in workers.run(program, padding):
+        assert ":dp,tp" in layout
+        for g, want in zip(got, (y.detach(), *(x.grad for x in xs)), strict=True):
+            torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-4)

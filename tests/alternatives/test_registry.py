@@ -1,0 +1,156 @@
+"""Every op that something is offered for: the offer is taken, and gives the dense answer and gradient."""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.dense import agrees, drawn
+from torch.nn import functional
+
+from shardwise.alternatives import registry as offers
+
+aten = torch.ops.aten
+X = drawn(3, 9)  # over 4 ranks the last has none of a row
+ROWS = ("1", "1 1", "0 1")  # how it lies so that a row is split; over one axis and over two
+MESHES = {1: ((4,), (3,)), 2: ((2, 2),)}
+
+
+class Case(NamedTuple):
+    """A function, what it is given, and how that may lie; `ops` are the names of those in it that are offered for."""
+
+    ops: str
+    run: Any
+    inputs: tuple[torch.Tensor, ...] = (X,)
+    lies: tuple[str, ...] = ROWS
+    others: tuple[str, ...] = ()  # how the other inputs lie, on each axis
+    grad: bool = True
+
+
+def _pooled(nd, name, run):
+    at = drawn(2, 2, *[9, 3, 3][:nd])
+    ops = f"{name.format(nd)}.default {name.format(nd)}_backward.default"
+    return Case(ops, run, (at,), ("2", "2 2", "0 2", "1 2"))
+
+
+def _resampled(nd, family, run):
+    return _pooled(nd, family + "{}d", run)
+
+
+def _normed(x, w, b, stats=None, **kwargs):
+    mean, var = (None, None) if stats is None else (stats.detach().clone(), stats.detach().abs() + 1)
+    out = aten._native_batch_norm_legit.default(x, w, b, mean, var, True, 0.1, 1e-5)
+    return out[0], mean, var
+
+
+BATCH = (drawn(9, 3, 2), drawn(3, seed=1), drawn(3, seed=2))
+GROUPS = (drawn(2, 4, 9), drawn(4, seed=1), drawn(4, seed=2))
+IMAGES = (drawn(2, 3, 9, 2), drawn(4, 3, 3, 2, seed=1), drawn(4, seed=2))
+OUT = (drawn(3, 5, seed=1),)
+TARGET = torch.tensor([0, 3, -100, 2, 2, 1, 0, 3, 1])
+PIXELS = torch.arange(18).view(9, 1, 2) % 4
+BATCHES, POSITIONS = ("0", "0 0"), ("2", "2 2", "0 2")
+
+CASES = [
+    Case("_softmax.default _softmax_backward_data.default", lambda x: aten._softmax(x, 1, False)),
+    Case("_safe_softmax.default", lambda x: aten._safe_softmax(x, 1)),
+    Case("_log_softmax.default _log_softmax_backward_data.default", lambda x: aten._log_softmax(x, -1, False)),
+    Case("logsumexp.default", lambda x: aten.logsumexp(x, [1])),
+    *(Case("linalg_vector_norm.default", lambda x, p=p: aten.linalg_vector_norm(x, p, [1])) for p in (1, 2, 3, math.inf)),
+    Case("linalg_vector_norm.default", lambda x: aten.linalg_vector_norm(x, 0, [1]), grad=False),
+    Case("norm.Scalar", lambda x: aten.norm.Scalar(x, 3)),
+    Case("norm.ScalarOpt_dim", lambda x: aten.norm.ScalarOpt_dim(x, None, [1])),
+    Case("norm.ScalarOpt_dtype", lambda x: aten.norm.ScalarOpt_dtype(x, 1, dtype=torch.float64)),
+    Case("norm.ScalarOpt_dim_dtype", lambda x: aten.norm.ScalarOpt_dim_dtype(x, 2, [1], True, dtype=torch.float64)),
+    Case("var.correction", lambda x: aten.var.correction(x, [1])),
+    Case("std.correction", lambda x: aten.std.correction(x, [1], correction=0, keepdim=True)),
+    Case("var_mean.correction", lambda x: aten.var_mean.correction(x, [1])),
+    Case("std_mean.correction", lambda x: aten.std_mean.correction(x, [0, 1])),
+    Case("native_layer_norm.default native_layer_norm_backward.default",
+         lambda x, w, b: aten.native_layer_norm(x, [9], w, b, 1e-5)[0], (X, drawn(9, seed=1), drawn(9, seed=2)), others=("R", "0")),
+    Case("native_layer_norm.default", lambda x: aten.native_layer_norm(x, [9], None, None, 1e-5), grad=False),
+    Case("slice.Tensor slice_backward.default", lambda x: aten.slice.Tensor(x, 1, 1, 8, 2)),
+    Case("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 1, 2, 7), (X, *OUT), others=("R",)),
+    Case("select.int", lambda x: aten.select.int(x, 1, -3)),
+    Case("split.Tensor", lambda x: aten.split.Tensor(x, 4, 1)),
+    Case("split_with_sizes.default", lambda x: aten.split_with_sizes(x, [2, 0, 7], 1)),
+    Case("roll.default", lambda x: aten.roll(x, [2], [1])),
+    Case("flip.default", lambda x: aten.flip(x, [1])),
+    Case("constant_pad_nd.default", lambda x: aten.constant_pad_nd(x, [2, 3], 1.5)),
+    Case("cat.default", lambda x, y: aten.cat([x, y], 1), (X, *OUT), others=("1",)),
+    Case("unfold.default unfold_backward.default", lambda x: aten.unfold(x, 1, 3, 2)),
+    Case("convolution.default convolution_backward.default",
+         lambda x, w, b: functional.conv2d(x, w, b, padding=1), IMAGES, POSITIONS, ("R", "R")),
+    Case("convolution.default convolution_backward.default",  # channels are cut between groups
+         lambda x, w: functional.conv1d(x, w, groups=12), (drawn(2, 24, 4), drawn(36, 2, 3, seed=1)), ("1",), ("0",)),
+    *(_pooled(n, "avg_pool{}d", partial(getattr(functional, f"avg_pool{n}d"), kernel_size=3, stride=2, padding=1)) for n in (2, 3)),
+    *(_pooled(n, "max_pool{}d_with_indices", partial(getattr(functional, f"max_pool{n}d"), kernel_size=3, stride=1, padding=1))
+      for n in (2, 3)),
+    *(_resampled(n, "upsample_nearest", partial(functional.interpolate, size=[5] * n)) for n in (1, 2, 3)),
+    *(_resampled(n, "_upsample_nearest_exact", partial(functional.interpolate, size=[13] * n, mode="nearest-exact")) for n in (1, 2, 3)),
+    *(_resampled(n, "reflection_pad", partial(functional.pad, pad=[1, 2] * n, mode="reflect")) for n in (1, 2, 3)),
+    *(_resampled(n, "replication_pad", partial(functional.pad, pad=[2, 1] * n, mode="replicate")) for n in (1, 2, 3)),
+    Case("native_batch_norm.default native_batch_norm_backward.default",
+         lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True), BATCH, BATCHES, ("R", "0")),
+    Case("native_batch_norm_backward.default",  # of what needs no gradient itself
+         lambda x, w, b: functional.batch_norm(x.detach(), None, None, w, b, training=True), BATCH, BATCHES, ("R", "0")),
+    Case("_native_batch_norm_legit.default", _normed, (*BATCH, drawn(3, seed=3)), BATCHES, ("R", "R", "0")),
+    Case("_native_batch_norm_legit.no_stats",
+         lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)[0], BATCH, BATCHES, ("R", "R")),
+    Case("native_group_norm.default native_group_norm_backward.default",
+         lambda x, w, b: aten.native_group_norm(x, w, b, 2, 4, 9, 2, 1e-5)[0], GROUPS, ("2", "2 2"), ("R", "R")),
+    Case("nll_loss_forward.default", lambda x, t, w: aten.nll_loss_forward(x, t, w.detach(), 1, -100),
+         (drawn(9, 4), TARGET, drawn(4).abs()), ("0", "1", "0 1", "1 0"), ("R", "R")),
+    Case("nll_loss2d_forward.default", lambda x, t: aten.nll_loss2d_forward(x, t, None, 1, 2),
+         (drawn(9, 4, 1, 2), PIXELS), ("0", "1", "3", "0 1", "1 3"), ("R",)),
+    Case("argmax.default", lambda x: aten.argmax(x, 1)),
+    Case("argmin.default", lambda x: aten.argmin(x)),
+    Case("max.dim", lambda x: aten.max.dim(x, 1)),
+    Case("min.dim", lambda x: aten.min.dim(x, 1, True)),
+    Case("aminmax.default", lambda x: aten.aminmax(x, dim=1)),
+    Case("_aminmax.default", lambda x: aten._aminmax(x), grad=False),
+    Case("_aminmax.dim", lambda x: aten._aminmax.dim(x, 1), grad=False),
+    Case("topk.default", lambda x: aten.topk(x, 2, 1), (drawn(3, 30),)),
+    Case("embedding_renorm_.default", lambda w, i: aten.embedding_renorm_(w.clone(), i, 1.0, 2.0),
+         (drawn(9, 7) * 3, torch.tensor([1, 2, 4, 4, 8])), ("0", "1", "0 1"), ("R",), grad=False),
+    Case("dist.default", lambda x, y: aten.dist(x, y, 3), (X, drawn(3, 9, seed=1)), others=("1",)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The ops of which an offer did run; gathering costs the world, so that small tensors take it too."""
+    ran = set()
+    monkeypatch.setattr(offers, "seconds_of", lambda plans: math.inf if any(plans) else 0.0)
+
+    def watched(op, make):
+        def made(*call):
+            offer = make(*call)
+            if offer is None:
+                return None
+            return offer._replace(run=lambda *a, **k: ran.add(op) or offer.run(*a, **k))
+
+        return made
+
+    for op, make in offers.OFFERS.items():
+        monkeypatch.setitem(offers.OFFERS, op, watched(op, make))
+    return ran
+
+
+def _name(op):
+    return str(op).removeprefix("aten.")
+
+
+@pytest.mark.parametrize("op", offers.OFFERS, ids=_name)
+def test_what_is_offered_is_taken_and_is_right(op, taken):
+    cases = [c for c in CASES if _name(op) in c.ops.split()]
+    assert cases, f"an offer nobody takes: write a case of {op}"
+    for case in cases:
+        for lie in case.lies:
+            axes = len(lie.split())
+            lies = [lie, *(" ".join([other] * axes) for other in case.others)]
+            for mesh in MESHES[axes]:
+                taken.clear()
+                agrees(case.run, list(case.inputs), lies, mesh, grad=case.grad)
+                assert op in taken, f"nobody took what is offered for {op} on {lies}"

@@ -1,0 +1,70 @@
+"""Functions of blocks as functions of DTensors: what lies how, and what is refused."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import DTensor, LayoutError, Partial, Replicate, Shard
+from shardwise.api.local_map import MapError
+from shardwise.experimental import local_map
+
+
+@pytest.fixture
+def line():
+    with sw.simulate(3):
+        yield sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+
+
+def test_a_product_of_parts(line):
+    a, b = torch.randn(4, 5), torch.randn(5, 2)
+    x, y = sw.distribute_tensor(a, line, [Shard(1)]), sw.distribute_tensor(b, line, [Shard(0)])
+    got = local_map(torch.mm, [Partial()], ([Shard(1)], [Shard(0)]))(x, y)
+    assert got.placements == (Partial(),)
+    torch.testing.assert_close(got.full_tensor().ranks[1], a @ b)
+
+
+def test_inputs_are_moved_only_if_asked_to(line):
+    x = sw.distribute_tensor(torch.arange(6.0), line, [Shard(0)])
+    with pytest.raises(ValueError, match="mismatched placements"):
+        local_map(torch.neg, [Replicate()], ([Replicate()],))(x)
+    got = local_map(torch.neg, [Replicate()], ([Replicate()],), redistribute_inputs=True)(x)
+    assert torch.equal(got.to_local().ranks[2], -torch.arange(6.0))
+
+
+def test_as_a_decorator_with_other_values_and_several_results(line):
+    @local_map(out_placements=([Shard(0)], None, [Replicate()]), in_placements=([Shard(0)], None))
+    def halves(block, number):
+        """What the blocks do."""
+        return block / number, number + 1, torch.ones(2)
+
+    assert halves.__doc__ == "What the blocks do."
+    first, number, last = halves(sw.distribute_tensor(torch.arange(6.0), line, [Shard(0)]), 2)
+    assert isinstance(first, DTensor)
+    assert number == 3
+    assert last.placements == (Replicate(),)
+    plain = halves(torch.ones(3), 2)  # without a DTensor it is the function itself
+    assert not isinstance(plain[0], DTensor)
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (
+            lambda x: local_map(torch.neg, [Shard(0)], ([Shard(0)], None))(x),
+            "2 in_placements for 1 arguments",
+        ),
+        (lambda x: local_map(torch.neg, ([Shard(0)], None))(x), "2 out_placements for 1 results"),
+        (lambda x: local_map(torch.neg, [Shard(0)], (None,))(x), "whose in_placements is None"),
+        (lambda x: local_map(torch.mul, [Shard(0)], ([Shard(0)], [Shard(0)]))(x, 2), "got 2 as argument 1"),
+        (lambda x: local_map(lambda b: 3, [Shard(0)])(x), "returned 3"),
+        (lambda x: local_map(lambda b: x, [Shard(0)])(x), "returned a DTensor"),
+        (lambda x: local_map(torch.neg, [Shard(0)], None, (None,))(x), "whose in_grad_placements is None"),
+    ],
+)
+def test_what_does_not_fit_is_said(line, call, what):
+    x = sw.distribute_tensor(torch.arange(6.0), line, [Shard(0)])
+    with pytest.raises(MapError, match=what) as caught:
+        call(x)
+    assert isinstance(caught.value, AssertionError)  # torch's type
+    assert isinstance(caught.value, LayoutError)
+    assert "fix:" in str(caught.value)

@@ -1,0 +1,481 @@
+"""Rules by users: in our notation and in torch's form, for custom ops and in place of ours."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard, distribute_tensor, register_sharding
+from shardwise.debug import CommDebugMode
+from shardwise.dispatch.router import forget
+from shardwise.rules import RuleError, verify
+from shardwise.rules.table import REGISTERED
+from shardwise.rules.tables.pointwise import pointwise
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("shardwise_test::scaled", mutates_args=())
+def scaled(x: Tensor, by: Tensor, times: float) -> Tensor:
+    return x * by[:, None] * times
+
+
+scaled.register_fake(lambda x, by, times: torch.empty_like(x * by[:, None] * times))
+scaled.register_autograd(
+    lambda ctx, g: (scaled(g, ctx.saved_tensors[1], ctx.times), (g * ctx.saved_tensors[0]).sum(1) * ctx.times, None),
+    setup_context=lambda ctx, inputs, output: (
+        ctx.save_for_backward(*inputs[:2]),
+        setattr(ctx, "times", inputs[2]),
+    )[0],
+)  # fmt: skip
+
+
+@torch.library.custom_op("shardwise_test::centred", mutates_args=())
+def centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean = x.mean(1)
+    return x - mean[:, None], mean
+
+
+centred.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[0])))
+
+
+@torch.library.custom_op("shardwise_test::centred_square", mutates_args=())
+def centred_square(x: Tensor) -> Tensor:
+    return x * x - 1
+
+
+centred_square.register_fake(lambda x: x * x - 1)
+
+
+@torch.library.custom_op("shardwise_test::add_into", mutates_args=("out",))
+def add_into(out: Tensor, x: Tensor) -> None:
+    out += x
+
+
+@torch.library.custom_op("shardwise_test::product_into", mutates_args=("out",))
+def product_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    torch.mm(x, y, out=out)
+
+
+@torch.library.custom_op("shardwise_test::push", mutates_args=("x",))
+def push(x: Tensor, y: Tensor) -> Tensor:
+    x += y
+    return x * 10
+
+
+push.register_fake(lambda x, y: torch.empty_like(x * 10))
+
+
+@torch.library.custom_op("shardwise_test::unknown", mutates_args=())
+def unknown(x: Tensor) -> Tensor:
+    return x * 2
+
+
+# custom_op takes no tensors by keyword only, but the dispatcher does
+torch.library.define("shardwise_test::keyed", "(Tensor x, *, Tensor y, float z=1.0) -> Tensor")
+torch.library.define("shardwise_test::keyed_into", "(Tensor x, *, Tensor(a!) out) -> ()")
+
+
+@torch.library.impl("shardwise_test::keyed", ("cpu", "meta"))
+def _keyed(x, *, y, z=1.0):
+    return x + y * z
+
+
+@torch.library.impl("shardwise_test::keyed_into", ("cpu", "meta"))
+def _keyed_into(x, *, out):
+    out.add_(x)
+
+
+keyed = torch.ops.shardwise_test.keyed.default
+keyed_into = torch.ops.shardwise_test.keyed_into.default
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = dict(REGISTERED)
+    REGISTERED.clear()
+    yield
+    REGISTERED.clear()
+    REGISTERED.update(before)
+    forget()
+
+
+@pytest.fixture
+def mesh():
+    with sw.simulate(4):
+        yield sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def whole(x):
+    return x.full_tensor().ranks[0]
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+
+
+def run(op, *args, **kwargs):
+    """What an op gives, and how many collectives it took."""
+    with CommDebugMode() as comm:
+        out = op(*args, **kwargs)
+    return out, comm.get_total_counts()
+
+
+# In our notation.
+
+
+def test_a_custom_op_runs_on_the_blocks_that_its_row_allows(mesh):
+    register_sharding(scaled, "m n, m -> m n", linear=[[0], [1]])
+    x, by = numbers(5, 3), numbers(5)
+    a = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    b = distribute_tensor(by, mesh, [Shard(0), Replicate()]).requires_grad_()
+    out, sent = run(scaled, a, b, 2.0)
+    assert (str(out.layout), sent) == ("[5:dp, 3:tp]", 0)
+    torch.testing.assert_close(whole(out), scaled(x, by, 2.0))
+    x, by = x.requires_grad_(), by.requires_grad_()
+    (out * out).sum().backward()
+    (scaled(x, by, 2.0) ** 2).sum().backward()
+    torch.testing.assert_close(whole(a.grad), x.grad)
+    torch.testing.assert_close(whole(b.grad), by.grad)
+
+
+def test_a_row_returns_itself_and_numbers_are_read(mesh):
+    made = register_sharding(scaled, "m n, m -> m n", linear=[[0], [1]])
+    assert made.text == "m n, m -> m n; linear in (0) and in (1)"
+    x, by = numbers(4, 2), numbers(4)
+    a, b = (distribute_tensor(t, mesh, [Replicate(), Shard(0)]) for t in (x, by))
+    for times in (1.0, -3.0):
+        torch.testing.assert_close(whole(scaled(a, b, times)), scaled(x, by, times))
+
+
+def test_a_row_may_be_made_elsewhere(mesh):
+    made = pointwise(linear=[[0]])
+    assert register_sharding(centred_square, made) is made
+    assert {"shardwise_test.centred_square.default": made} == REGISTERED
+    x = distribute_tensor(numbers(5, 3), mesh, [Shard(0), Shard(1)])
+    assert str(centred_square(x).layout) == "[5:dp, 3:tp]"
+
+
+def test_a_row_made_elsewhere_is_proved_too():
+    register_sharding(centred_square, pointwise(linear=[[0]]))
+    with pytest.raises(RuleError, match=r"P\(a,sum\)"):
+        verify(centred_square)
+
+
+def test_a_pending_sum_passes_where_the_row_is_linear(mesh):
+    register_sharding(scaled, "m n, m -> m n", linear=[[0]])
+    x, by = numbers(4, 2), numbers(4)
+    a = distribute_tensor(x, mesh, [Partial(), Replicate()])
+    out, sent = run(scaled, a, distribute_tensor(by, mesh), 3.0)
+    assert (str(out.layout), sent) == ("[4, 2] P(dp,sum)", 0)
+    torch.testing.assert_close(whole(out), scaled(x, by, 3.0))
+
+
+def test_an_op_of_several_outputs(mesh):
+    register_sharding(centred, "m !n -> m !n, m")
+    x = numbers(5, 3)
+    (out, mean), sent = run(centred, distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    assert (str(out.layout), str(mean.layout)) == ("[5:dp, 3]", "[5:dp]")
+    assert sent == 1
+    for got, want in zip((out, mean), centred(x), strict=True):
+        torch.testing.assert_close(whole(got), want)
+
+
+def test_it_comes_before_ours_even_if_the_op_has_run(mesh):
+    x = distribute_tensor(numbers(4, 6), mesh, [Shard(0), Shard(1)])
+    assert str((x + x).layout) == "[4:dp, 6:tp]"
+    register_sharding(aten.add.Tensor, "m !n, m !n -> m !n")
+    out = x + x
+    assert str(out.layout) == "[4:dp, 6]"
+    torch.testing.assert_close(whole(out), numbers(4, 6) * 2)
+    y = x.clone()
+    y += x  # has the row of add; it may not move, so it runs on the whole
+    torch.testing.assert_close(whole(y), numbers(4, 6) * 2)
+
+
+def test_an_op_with_several_forms_and_lists_of_ops(mesh):
+    register_sharding([aten.exp, aten.sin.default], "… !n -> … !n")
+    assert {*REGISTERED} == {"aten.exp.default", "aten.sin.default"}
+    x = distribute_tensor(numbers(4, 6), mesh, [Shard(1), Shard(0)])
+    assert [str(f(x).layout) for f in (torch.exp, torch.sin)] == ["[4:tp, 6]"] * 2
+
+
+def test_a_letter_of_two_sizes_is_refused(mesh):
+    register_sharding(centred, "m n -> m n, n")
+    with pytest.raises(sw.LayoutError, match="n is a dim of size 5 and one of size 3"):
+        centred(distribute_tensor(numbers(5, 3), mesh, [Shard(0), Replicate()]))
+
+
+# In torch's form.
+
+
+def softmax_placements(x, dim, half_to_float):
+    dim = dim if dim >= 0 else dim + x.ndim
+    listed = [([Replicate()], [Replicate(), None, None])]
+    listed += [([Shard(d)], [Shard(d), None, None]) for d in range(x.ndim) if d != dim]
+    return listed
+
+
+def test_a_function_lists_placements_for_one_axis_and_they_combine(mesh):
+    assert register_sharding(aten._softmax.default)(softmax_placements) is softmax_placements
+    x = numbers(5, 3, 4)
+    out, sent = run(torch.softmax, distribute_tensor(x, mesh, [Shard(0), Shard(1)]), 2)
+    assert (str(out.layout), sent) == ("[5:dp, 3:tp, 4]", 0)
+    torch.testing.assert_close(whole(out), x.softmax(2))
+    out, sent = run(torch.softmax, distribute_tensor(x, mesh, [Shard(0), Shard(1)]), 1)
+    assert (str(out.layout.dims[0]), sent) == (
+        str(distribute_tensor(x, mesh, [Shard(0)] * 2).layout.dims[0]),
+        1,
+    )
+    torch.testing.assert_close(whole(out), x.softmax(1))
+
+
+def test_the_cheapest_of_what_is_listed_is_taken(mesh):
+    @register_sharding(aten.mm.default)
+    def _(x, y):
+        assert (x.ndim, y.shape[1], x.dtype, x.device_mesh) == (2, 4, torch.float64, mesh)
+        return [
+            ([Replicate()], [Replicate(), Replicate()]),
+            ([Shard(0)], [Shard(0), Replicate()]),
+            ([Shard(1)], [Replicate(), Shard(-1)]),
+            ([Partial()], [Shard(1), Shard(0)]),
+        ]
+
+    x, y = numbers(64, 6), numbers(6, 4)
+    for places, layout, cost in (
+        (([Shard(0), Replicate()], [Replicate(), Shard(1)]), "[64:dp, 4:tp]", 0),
+        (([Shard(0), Shard(1)], [Replicate(), Shard(0)]), "[64:dp, 4] P(tp,sum)", 0),
+        (([Shard(0), Shard(0)], [Replicate(), Shard(1)]), "[64:dp,tp, 4]", 1),  # the small one moves
+    ):
+        a, b = distribute_tensor(x, mesh, places[0]), distribute_tensor(y, mesh, places[1])
+        out, sent = run(torch.mm, a, b)
+        assert (str(out.layout), sent) == (layout, cost)
+        torch.testing.assert_close(whole(out), x @ y)
+
+
+def test_a_dim_too_small_for_the_mesh_is_not_cut_as_a_function_lists(mesh):
+    register_sharding(aten._softmax.default)(softmax_placements)
+    x = numbers(1, 4)
+    out = distribute_tensor(x, mesh, [Shard(0), Replicate()]).softmax(1)
+    assert str(out.layout) == "[1, 4]"
+    torch.testing.assert_close(whole(out), x.softmax(1))
+
+
+def test_four_axes_are_quick():
+    register_sharding(aten._softmax.default)(softmax_placements)
+    with sw.simulate(16):
+        mesh = sw.init_device_mesh("cpu", (2, 2, 2, 2))
+        x = numbers(4, 4, 4, 4, 4)
+        out = distribute_tensor(x, mesh, [Shard(d) for d in range(4)]).softmax(4)
+        assert out.placements == tuple(Shard(d) for d in range(4))
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        ([([Replicate()], [Replicate(), Replicate()])], "the call has 1 tensors there"),
+        ([([Replicate()] * 2, [Replicate()])], "the call has 1 tensors there"),
+        ([([Shard(0)], ["S(0)"])], "is not a placement of shardwise"),
+        ([([Shard(2)], [Shard(0)])], r"that tensor has shape \(4, 6\)"),
+        ([[Shard(0), Shard(0)]], "a candidate is a pair"),
+        ([Shard(0)], "a candidate is a pair"),
+    ],
+)
+def test_what_is_listed_wrong_is_said(listed, why, mesh):
+    register_sharding(aten.exp.default)(lambda x: listed)
+    with pytest.raises(sw.LayoutError, match=why):
+        distribute_tensor(numbers(4, 6), mesh, [Shard(0), Replicate()]).exp()
+
+
+def test_what_is_no_op_is_refused():
+    with pytest.raises(sw.LayoutError, match="is not an op"):
+        register_sharding(torch.add)
+    with pytest.raises(sw.LayoutError, match="has no ->"):
+        register_sharding(aten.exp.default, "m n")
+
+
+def test_an_op_that_no_tensor_sees_is_said(caplog):
+    register_sharding(aten.linear.default, "… k, n k, n -> … n")
+    assert "is made of other ops before a DTensor sees it" in caplog.text
+
+
+# Ops that write, and tensors by keyword.
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_tensors_by_keyword_only(registered, mesh):
+    if registered:
+        register_sharding(keyed, "… n, … n -> … n", linear=[[0, 1]])
+    x, y = numbers(5, 3), numbers(5, 3).sin()
+    a = distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    out, sent = run(keyed, a, y=distribute_tensor(y, mesh, [Shard(0), Replicate()]), z=-2.0)
+    torch.testing.assert_close(whole(out), keyed(x, y=y, z=-2.0))
+    assert (str(out.layout), sent) == (("[5:dp, 3]", 0) if registered else ("[5, 3]", 2))
+
+
+@pytest.mark.parametrize("form", ["ours", "torch's", None])
+@pytest.mark.parametrize("places", [[Shard(0), Replicate()], [Shard(1), Shard(0)], [Partial(), Shard(0)]])
+def test_an_op_that_only_writes(form, places, mesh):
+    if form == "ours":
+        register_sharding(add_into, "… n, … n ->")
+    elif form is not None:
+        register_sharding(add_into)(
+            lambda out, x: [([], [Replicate()] * 2), *(([], [Shard(d)] * 2) for d in range(x.ndim))]
+        )
+    x, y = numbers(5, 3), numbers(5, 3).sin()
+    a = distribute_tensor(x, mesh, places)
+    b = distribute_tensor(y, mesh, [Shard(0), Replicate()])
+    before, local = a.layout, a._local_tensor
+    result, sent = run(add_into, a, b)
+    assert result is None
+    assert a.layout is before
+    assert a._local_tensor is local
+    if places == [Shard(0), Replicate()]:
+        assert sent == (2 if form is None else 0)
+    torch.testing.assert_close(whole(a), x + y)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_what_is_written_is_never_left_a_part(registered, mesh):
+    if registered:
+        register_sharding(product_into, "m n, m k, k n ->")
+    x, y = numbers(4, 6), numbers(6, 2)
+    for places in (
+        [Replicate()] * 2,
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(1)],
+        [Replicate(), Partial()],
+    ):
+        out = distribute_tensor(torch.zeros(4, 2, dtype=torch.float64), mesh, places)
+        a, b = (
+            distribute_tensor(x, mesh, [Shard(1), Shard(0)]),
+            distribute_tensor(y, mesh, [Shard(0), Shard(1)]),
+        )
+        assert product_into(out, a, b) is None
+        torch.testing.assert_close(whole(out), x @ y)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_op_that_writes_and_returns_another_tensor(registered, mesh):
+    if registered:
+        register_sharding(push, "… n, … n -> … n")
+    x, y = numbers(5, 3), numbers(5, 3).sin()
+    a = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    out = push(a, distribute_tensor(y, mesh, [Shard(0), Shard(1)]))
+    torch.testing.assert_close(whole(a), x + y)
+    torch.testing.assert_close(whole(out), (x + y) * 10)
+    assert str(out.layout) == ("[5:dp, 3:tp]" if registered else "[5, 3]")
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_op_that_writes_to_a_keyword(registered, mesh):
+    if registered:
+        register_sharding(keyed_into, "… n, … n ->")
+    x, y = numbers(5, 3), numbers(5, 3).sin()
+    out = distribute_tensor(y, mesh, [Shard(0), Replicate()])
+    assert keyed_into(distribute_tensor(x, mesh, [Replicate(), Shard(1)]), out=out) is None
+    torch.testing.assert_close(whole(out), x + y)
+    assert str(out.layout) == "[5:dp, 3]"
+
+
+def test_a_rule_without_a_fake_is_not_used_and_says_so(mesh, caplog):
+    caplog.set_level(logging.WARNING, logger="shardwise")
+    register_sharding(unknown, "… n -> … n")
+    x = distribute_tensor(numbers(5, 3), mesh, [Shard(0), Replicate()])
+    for _ in range(2):
+        torch.testing.assert_close(whole(unknown(x)), numbers(5, 3) * 2)
+    assert caplog.text.count("has a registered rule that is not used") == 1
+    assert "torch.library.register_fake" in caplog.text
+    assert str(unknown(x).layout) == "[5, 3]"
+
+
+# Proof.
+
+
+def test_the_rules_of_users_are_proved():
+    register_sharding(scaled, "m n, m -> m n", linear=[[0], [1]])
+    register_sharding(centred, "m !n -> m !n, m", linear=[[0]])
+    register_sharding(add_into, "m n, m n ->", linear=[[0, 1]])
+    register_sharding(product_into, "m n, m k, k n ->", linear=[[0, 1], [0, 2]])
+    register_sharding(push, "… n, … n -> … n", linear=[[0, 1]])
+    register_sharding(keyed, "… n, … n -> … n", linear=[[0, 1]])
+    register_sharding(aten._softmax.default)(softmax_placements)
+    for op in (scaled, centred, add_into, product_into, push, keyed):
+        assert verify(op).candidates > 30
+    calls = [((numbers(*shape), dim, False), {}) for shape in ((5, 4), (3, 2, 4), (2, 3)) for dim in (0, -1)]
+    assert verify(aten._softmax.default, calls).candidates > 30
+    assert verify(scaled).gradients > 20
+
+
+def test_the_wrong_rules_of_users_are_found_out():
+    wrong = [
+        (scaled, "m n, m -> m n", [[0, 1]]),
+        (centred, "m n -> m n, m", []),
+        (add_into, "m n, m n ->", [[0]]),
+        (product_into, "m n, m k, k n ->", [[0]]),
+        (push, "… n, … n -> … n", [[0], [1]]),
+        (keyed, "… n, … n -> … n", [[0]]),
+    ]
+    for op, text, linear in wrong:
+        register_sharding(op, text, linear=linear)
+        with pytest.raises(sw.LayoutError, match=r"is not what its row says|does not fit"):
+            verify(op)
+    register_sharding(aten._softmax.default)(lambda x, dim, _: [([Shard(0)], [Shard(0)])] if x.ndim else [])
+    with pytest.raises(RuleError, match="is not what its row says, 'listed by"):
+        verify(aten._softmax.default, [((numbers(4, 3), 0, False), {})])
+
+
+def test_a_fake_that_is_wrong_is_found_out():
+    with torch.library._scoped_library("shardwise_test", "FRAGMENT") as lib:
+        lib.define("halved(Tensor x) -> Tensor")
+        lib.impl("halved", lambda x: x / 2, "CPU")
+        lib.impl("halved", torch.empty_like, "Meta")
+        op = torch.ops.shardwise_test.halved.default
+        register_sharding(op, "… n -> … n", linear=[[0]])
+        assert verify(op, [((numbers(4, 3),), {})]).candidates
+        with pytest.raises(RuleError, match="its fake says"):
+            verify(op, [((torch.arange(4),), {})])
+
+
+def test_a_rule_without_a_fake_cannot_be_proved():
+    register_sharding(unknown, "… n -> … n")
+    with pytest.raises(RuleError, match="a custom op needs register_fake"):
+        verify(unknown)
+
+
+# On real processes.
+
+
+def registered_ops(form):
+    """Custom ops with rules, on this rank's blocks; what each gave, whole, its layout, and what was sent."""
+    try:
+        if form == "ours":
+            register_sharding(scaled, "m n, m -> m n", linear=[[0], [1]])
+            register_sharding(add_into, "m n, m n ->")
+        else:
+            register_sharding(scaled)(
+                lambda x, by, t: [([Shard(0)], [Shard(0)] * 2), ([Replicate()], [Replicate()] * 2)]
+            )
+            register_sharding(add_into)(
+                lambda o, x: [([], [Shard(0)] * 2), ([], [Shard(1)] * 2), ([], [Replicate()] * 2)]
+            )
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(numbers(5, 3), mesh, [Shard(0), Replicate()])
+        by = distribute_tensor(numbers(5), mesh, [Shard(0), Replicate()])
+        out, sent = run(scaled, x, by, 2.0)
+        none, more = run(add_into, x, out)
+        return out.full_tensor(), x.full_tensor(), str(out.layout), none, sent + more
+    finally:
+        REGISTERED.clear()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("form", ["ours", "torch's"])
+def test_rules_of_users_on_real_processes(workers, form):
+    want = scaled(numbers(5, 3), numbers(5), 2.0)
+    for out, x, layout, none, sent in workers.run(registered_ops, form):
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(x, numbers(5, 3) + want)
+        assert (layout, none, sent) == ("[5:dp, 3]", None, 0)

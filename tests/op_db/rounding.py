@@ -1,0 +1,174 @@
+"""Equal but for rounding: the tolerance of the dtype, and where that fails, what the op makes of rounding its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.torch_internals.lazy_bits import heeding
+
+__all__ = ["differs", "same_up_to_rounding"]
+
+_WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+_WIDE |= {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+_TRIALS = 3
+_ROUNDINGS = 4  # how many such errors a result may have: sums are added in another order
+_MORE = 40  # trials where three do not do: a kink is crossed in few of them
+
+
+def differs(got: Any, want: Any, values: bool = True) -> str:
+    """What differs beyond torch's own tolerance of the dtype; empty if nothing."""
+    if not isinstance(want, Tensor):
+        alike = not values or got == want or (got != got and want != want)
+        return "" if alike else f"{got!r} not {want!r}"
+    if not isinstance(got, Tensor):
+        return f"{got!r} where there is a tensor"
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)} not {tuple(want.shape)}"
+    if got.dtype != want.dtype:
+        return f"dtype {got.dtype} not {want.dtype}"
+    if got.layout != want.layout:
+        return f"layout {got.layout} not {want.layout}"
+    if want.layout is not torch.strided and (why := _otherwise_sparse(got, want)):
+        return why
+    if not values:
+        return ""
+    try:
+        torch.testing.assert_close(got, want, equal_nan=True)
+    except AssertionError:
+        if want.layout is not torch.strided:
+            return f"values {got} not {want}"
+        far = (got != want) & ~((got != got) & (want != want))
+        at = far.flatten().nonzero().flatten()[:4].tolist()
+        return f"values {got.flatten()[at].tolist()} not {want.flatten()[at].tolist()} at {at}"
+    return ""
+
+
+def _otherwise_sparse(got: Tensor, want: Tensor) -> str:
+    """What differs in how two sparse tensors of one kind hold their elements; empty if nothing."""
+    for what in ("sparse_dim", "dense_dim", "_nnz"):
+        if getattr(got, what)() != getattr(want, what)():
+            return f"{what} {getattr(got, what)()} not {getattr(want, what)()}"
+    if want.layout is torch.sparse_coo:
+        alike = got.is_coalesced() == want.is_coalesced()
+        return "" if alike else f"is_coalesced {got.is_coalesced()} not {want.is_coalesced()}"
+    shape = tuple(want.values().shape)
+    return "" if tuple(got.values().shape) == shape else f"values {tuple(got.values().shape)} not {shape}"
+
+
+def same_up_to_rounding(run: Callable[..., Any], mine: Any, dense: Any, draws: bool = False) -> bool:
+    """Whether results are as near the true ones as rounding allows.
+
+    The truth is the dense result in a wide dtype. How far from it a right answer may be is tried out: in the wide
+    dtype, with the inputs and the result of every op on the way off by one unit in the last place, up or down. Where
+    that is not enough, each element may be as far off as it was in any of more trials: a kink is crossed or it is not,
+    and no multiple of other errors tells. What `draws` has other numbers in another dtype, so there it all goes on in
+    the dtype there is, and the dense result is the truth.
+    """
+    wide = _copied if draws else _widened
+    try:
+        truth = dense if draws else run(wide)
+        tries = [_tried(run, seed, wide) for seed in range(_TRIALS)]
+        if _all_near(mine, dense, truth, tries, []):
+            return True
+        more = [_tried(run, seed, wide) for seed in range(_TRIALS, _MORE)]
+    except Exception:
+        return False
+    return _all_near(mine, dense, truth, tries, more)
+
+
+def _tried(run: Callable[..., Any], seed: int, wide: Callable[[Tensor], Tensor]) -> Any:
+    with _Rounding(seed) as rounding:
+        return run(lambda t: rounding.rounded(wide(t), t.dtype))
+
+
+def _all_near(mine: Any, dense: Any, truth: Any, tries: list[Any], more: list[Any]) -> bool:
+    for which in (0, 1):
+        for number, (got, want) in enumerate(zip(mine[which], dense[which], strict=True)):
+            if want is None or not isinstance(want, Tensor):
+                if differs(got, want) and not (want is None and got.abs().max() == 0):
+                    return False
+                continue
+            got = torch.zeros_like(want) if got is None else got
+            if not differs(got, want):
+                continue
+            if want.layout is not torch.strided:
+                return False  # what is sparse is compared by the tolerance alone
+            others, rest = ([t[which][number] for t in found] for found in (tries, more))
+            if not _near(got, want, truth[which][number], others, rest):
+                return False
+    return True
+
+
+def _copied(t: Tensor) -> Tensor:
+    return t.detach().clone()
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.detach().to(_WIDE.get(t.dtype, t.dtype)).clone()
+
+
+class _Rounding(TorchDispatchMode):
+    """Every op rounds at random, to the last place of the narrowest dtype that went in."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.made, self.unit = torch.Generator().manual_seed(seed), 0.0
+
+    def rounded(self, t: Tensor, narrow: torch.dtype | None = None, given: Sequence[Tensor] = ()) -> Tensor:
+        if not (t.dtype.is_floating_point or t.dtype.is_complex):
+            return t
+        if narrow is not None:
+            self.unit = max(self.unit, torch.finfo(narrow).eps)
+        unit = self.unit or torch.finfo(t.dtype).eps  # made of integers: it rounds in its own dtype
+        with no_dispatch():
+            signs = torch.randint(0, 2, t.shape, generator=self.made) * 2 - 1
+            for g in given:
+                signs *= ~_is_from(t.abs(), g.abs())
+            return t.detach().mul_(1 + unit * signs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
+        if any(a.alias_info is not None for a in func._schema.arguments):
+            return out  # a view, or written in place: the same memory
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype != torch.bool]
+        return tree_map_only(Tensor, lambda t: self.rounded(t, given=given), out)
+
+
+def _is_from(t: Tensor, given: Tensor) -> Tensor:
+    """Where an op has handed on what it was given, as `abs` and the extremes do, which rounds nothing."""
+    if t.shape == given.shape:
+        return t == given
+    return (
+        torch.isin(t.contiguous(), given.to(t.dtype).contiguous())
+        if t.numel() < given.numel()
+        else torch.zeros_like(t, dtype=torch.bool)
+    )
+
+
+def _near(got: Tensor, want: Tensor, true: Any, others: list[Any], rest: list[Any]) -> bool:
+    if not (want.dtype.is_floating_point or want.dtype.is_complex) or got.shape != want.shape:
+        return False
+    if not all(isinstance(t, Tensor) and t.shape == want.shape for t in (true, *others, *rest)):
+        return False
+    finite = want.isfinite()
+    if got.dtype != want.dtype or not torch.equal(finite, got.isfinite()) or not finite.any():
+        return False
+    if not torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num()):
+        return False
+    wide = torch.complex128 if want.dtype.is_complex else torch.float64
+    mine, dense, true, *tried = (t[finite].to(wide) for t in (got, want, true, *others, *rest))
+    swing = max((t - true).abs().max() for t in tried[: len(others)])
+    allowed = _ROUNDINGS * swing.expand(true.shape)
+    for t in tried[len(others) :]:
+        allowed = torch.maximum(allowed, (t - true).abs())
+    allowed = allowed + 2 * (dense - true).abs().max() + torch.finfo(want.dtype).eps * true.abs()
+    return bool(((mine - true).abs() <= allowed).all())

@@ -1,0 +1,94 @@
+"""Rows of ops that this machine has no kernel of: by stand-ins, and by what their meta kernels say of blocks."""
+
+import itertools
+
+import pytest
+import torch
+from tests.rules.absent import ABSENT, standing_in
+
+import shardwise as sw
+from shardwise.call.meta import made_by
+from shardwise.call.resolve import meet, tensors_in
+from shardwise.comm import axes_of
+from shardwise.dispatch.router import forget
+from shardwise.layout import block_shape
+from shardwise.plan import every_choice
+from shardwise.rules import RuleError, verify
+from shardwise.rules.table import TABLE
+from shardwise.verify.cases import with_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _op(name):
+    return getattr(torch.ops.aten, name.split(".")[1]).default
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_there_is_no_kernel_of_it_here(name):
+    args, kwargs = ABSENT[name][2]()[0]
+    with pytest.raises(NotImplementedError):
+        _op(name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_row_holds_for_the_same_mathematics(name, caplog):
+    caplog.set_level("ERROR", logger="shardwise")
+    calls = ABSENT[name][2]()
+    with standing_in():
+        proof = verify(name, calls)
+    assert proof.calls == len(calls)
+    assert proof.candidates > 2 * proof.calls + 2, "nothing was split and nothing pending"
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_blocks_have_the_shapes_that_the_row_says(name):
+    split = set()
+    for shape in ((2,), (3,), (2, 2)):
+        with sw.simulate(4 if len(shape) > 1 else shape[0]):
+            mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+            for args, kwargs in ABSENT[name][2]():
+                split |= _check_blocks(_op(name), args, kwargs, mesh)
+        forget()
+    letters = {x for args, kwargs in ABSENT[name][2]() for x in _letters(_op(name), args, kwargs)}
+    assert split == letters, "a letter was never split"
+
+
+def _letters(func, args, kwargs):
+    with sw.simulate(2):
+        met = meet(func, args, kwargs, sw.init_device_mesh("cpu", (2,)))
+    return {x for said in met.rule.inputs for x in said if x is not None}
+
+
+def _check_blocks(func, args, kwargs, mesh):
+    """Each way to lay out a call: what the meta kernel makes of blocks are blocks of the outputs."""
+    met = meet(func, args, kwargs, mesh)
+    assert met is not None, f"the row does not cover {[tuple(t.shape) for t in tensors_in(args)]}"
+    call, split = met.call, set()
+    found = tensors_in([*args, *kwargs.values()])
+    for choice in every_choice(met.rule, call.shapes, call.outputs, axes_of(mesh)):
+        for said, layout in zip(met.rule.inputs, choice.inputs, strict=True):
+            split |= {x for x, dim in zip(said, layout.dims, strict=True) if any(f.axes for f in dim)}
+        for coord in itertools.product(*map(range, mesh.shape)):
+            blocks = iter(
+                torch.empty(block_shape(o, coord), dtype=t.dtype, device="meta")
+                for o, t in zip(choice.inputs, found, strict=True)
+            )
+            made = made_by(func, with_tensors(args, blocks), with_tensors(kwargs, blocks))
+            here = [tuple(t.shape) for t in made if isinstance(t, torch.Tensor)]
+            want = [block_shape(o, coord) for o in choice.outputs]
+            for number, (got, said) in enumerate(zip(here, want, strict=True)):
+                assert number in met.rule.alike or got == said, (choice, coord, number)
+    return split
+
+
+def test_a_row_that_is_wrong_is_found_out(monkeypatch):
+    flash = "aten._scaled_dot_product_flash_attention.default"
+    monkeypatch.setitem(TABLE, "aten._scaled_dot_product_cudnn_attention.default", TABLE[flash])
+    with pytest.raises(AssertionError):
+        test_blocks_have_the_shapes_that_the_row_says("aten._scaled_dot_product_cudnn_attention.default")
+    cpu = TABLE["aten._scaled_dot_product_flash_attention_for_cpu_backward.default"]
+    name = "aten._scaled_dot_product_efficient_attention_backward.default"
+    monkeypatch.setitem(TABLE, name, cpu)
+    with standing_in(), pytest.raises((RuleError, IndexError)):
+        verify(name, ABSENT[name][2]())
