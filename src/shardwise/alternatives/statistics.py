@@ -1,4 +1,4 @@
-"""Ops along a split dim by exchanging statistics: a maximum, a sum, a mean per row, instead of the rows."""
+"""Ops along a split dim that communicate statistics (a maximum, a sum, a mean per row) instead of the rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from shardwise.alternatives.alternative import Maker, Offer, exchange_seconds, in_float32, seconds_of, settled
 from shardwise.call.resolve import Prepared
-from shardwise.plan import plan_redistribute
+from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["OFFERS", "exchanging"]
+__all__ = ["ALTERNATIVES", "by_statistics"]
 
 aten = torch.ops.aten
 
@@ -26,10 +28,10 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    top = settled(aten._safe_softmax.default, x.amax(dim, keepdim=True))
-    nothing = top == -math.inf  # a row in which all is masked gives zeros
-    e = (x - top.masked_fill(nothing, 0)).exp()
-    return (e / e.sum(dim, keepdim=True)).masked_fill(nothing, 0)
+    top = reduce_pending(aten._safe_softmax.default, x.amax(dim, keepdim=True))
+    masked = top == -math.inf  # a row that is masked entirely gives zeros
+    e = (x - top.masked_fill(masked, 0)).exp()
+    return (e / e.sum(dim, keepdim=True)).masked_fill(masked, 0)
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -48,8 +50,8 @@ def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torc
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     dims = _dims(x, dim)
-    top = settled(aten.logsumexp.default, x.amax(dims, keepdim=True))
-    top = top.masked_fill(top.isinf(), 0)  # inf - inf is not a number
+    top = reduce_pending(aten.logsumexp.default, x.amax(dims, keepdim=True))
+    top = top.masked_fill(top.isinf(), 0)  # inf - inf is NaN
     out = (x - top).exp().sum(dims, keepdim=True).log() + top
     return out if keepdim else out.squeeze(dims)
 
@@ -81,7 +83,7 @@ def _var_mean(
 ) -> tuple[Tensor, Tensor]:
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
-    mean = settled(aten.var_mean.correction, x.mean(dims, keepdim=True))
+    mean = reduce_pending(aten.var_mean.correction, x.mean(dims, keepdim=True))
     spread = x - mean
     var = (spread * spread).sum(dims, keepdim=True) / max(
         count - (1 if correction is None else correction), 0
@@ -106,7 +108,7 @@ def _layer_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    mean = settled(aten.native_layer_norm.default, x.mean(dims, keepdim=True))
+    mean = reduce_pending(aten.native_layer_norm.default, x.mean(dims, keepdim=True))
     spread = x - mean
     rstd = ((spread * spread).mean(dims, keepdim=True) + eps).rsqrt()
     out = spread * rstd
@@ -145,51 +147,42 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
     return [d % x.dim() for d in (dim if isinstance(dim, list | tuple) else [dim])]
 
 
-# With how many exchanges each takes.
-_OPS: dict[Any, tuple[int, Callable[..., Any]]] = {
-    aten._softmax.default: (2, _softmax),
-    aten._safe_softmax.default: (2, _safe_softmax),
-    aten._log_softmax.default: (2, _log_softmax),
-    aten._softmax_backward_data.default: (1, _softmax_backward),
-    aten._log_softmax_backward_data.default: (1, _log_softmax_backward),
-    aten.logsumexp.default: (2, _logsumexp),
-    aten.linalg_vector_norm.default: (1, _vector_norm),
-    aten.norm.Scalar: (1, _norm),
-    aten.norm.ScalarOpt_dim: (1, _norm),
-    aten.norm.ScalarOpt_dtype: (1, _norm),
-    aten.norm.ScalarOpt_dim_dtype: (1, _norm),
-    aten.var.correction: (2, _var),
-    aten.std.correction: (2, _std),
-    aten.var_mean.correction: (2, _var_mean),
-    aten.std_mean.correction: (2, _std_mean),
-    aten.native_layer_norm.default: (2, _layer_norm),
-    aten.native_layer_norm_backward.default: (2, _layer_norm_backward),
+_PROGRAMS: dict[Any, Callable[..., Any]] = {
+    aten._softmax.default: _softmax,
+    aten._safe_softmax.default: _safe_softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.logsumexp.default: _logsumexp,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+    aten.var_mean.correction: _var_mean,
+    aten.std_mean.correction: _std_mean,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
 }
 
 
-def exchanging(count: int, run: Callable[..., Any]) -> Maker:
-    """Offers of a program that exchanges `count` statistics per row of a tensor whose rows are split."""
+def by_statistics(program: Callable[..., Any]) -> Propose:
+    """Propose a program that communicates statistics, for a call whose rule would gather rows."""
 
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-        first: DTensor = args[0]
-        # tensors of the first one's shape, such as a gradient and what it is of, meet in the layout of one of them
-        large = [t for t in args if isinstance(t, DTensor) and t.shape == first.shape]
-        if recipe is None or not first.dtype.is_floating_point or 0 in first.shape:
+    def propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
+        first: DTensor = call.args[0]
+        if resolution is None or not first.dtype.is_floating_point or 0 in first.shape:
             return None
-        if any(t._spec.layout.partial for t in large):
+        # other tensors of the first one's shape, such as a gradient, take part in the same way
+        rows = [t for t in call.args if isinstance(t, DTensor) and t.shape == first.shape]
+        target = resolution.moves[0].target if resolution.moves[0] is not None else first._spec.layout
+        if any(t._spec.layout.partial for t in rows) or all(t._spec.layout is target for t in rows):
             return None
-        goal = recipe.moves[0].target if recipe.moves[0] is not None else first._spec.layout
-        split = next((t for t in large if t._spec.layout is not goal), None)
-        if split is None:
-            return None
-        lie = split._spec.layout
-        meet = seconds_of([plan_redistribute(t._spec.layout, lie, t.dtype.itemsize) for t in large])
-        over = [d for d, (a, b) in enumerate(zip(lie.dims, goal.dims, strict=True)) if a != b]
-        rows = math.prod(first.shape) // math.prod(first.shape[d] for d in over)
-        itemsize = max(first.dtype.itemsize, 4)
-        return Offer(meet + exchange_seconds(lie, count, rows, itemsize), in_float32(run, recipe))
+        return Alternative(in_float32(program, resolution))
 
-    return make
+    return propose
 
 
-OFFERS: dict[Any, Maker] = {op: exchanging(count, run) for op, (count, run) in _OPS.items()}
+ALTERNATIVES: dict[Any, Propose] = {op: by_statistics(program) for op, program in _PROGRAMS.items()}

@@ -1,8 +1,7 @@
-"""The cold path of an op: from a call to a recipe that later calls like it run at once."""
+"""Resolving a call by its rule: which layouts its operands move to, what runs on the blocks, and what comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,279 +9,159 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.call.fallback import tensors_in
-from shardwise.call.listed_rule import listed
-from shardwise.call.meta import made_by
-from shardwise.comm import Coord, PerRank, axes_of, coord_of, members_of
-from shardwise.dispatch.fast_path import binding
-from shardwise.layout import Layout, Spec, block_offset, block_shape
+from shardwise.call.arguments import map_tensors
+from shardwise.call.listed_rule import listed_rule
+from shardwise.call.local_program import LocalProgram, local_programs
+from shardwise.call.meta import infer_outputs
+from shardwise.call.op_call import OpCall
+from shardwise.call.schema import OpInfo
+from shardwise.comm import coord_of
+from shardwise.layout import Layout, Spec, block_shape
 from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
-from shardwise.rules import Call, Listed, Listing, Local, Out, Place, Rule, Slot
+from shardwise.rules import Call, Listed, Listing, Rule, Slot
 from shardwise.rules.table import REGISTERED, row_of
 from shardwise.rules.tables.view_and_cat import REGROUPED
-from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import holds_sparse
 
-__all__ = ["Met", "Prepared", "full_name", "meet", "prepare", "row_name", "tensors_in"]
-
-_Program = Callable[[Sequence[Tensor]], Any]
+__all__ = ["Match", "Resolution", "match_rule", "resolve"]
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """How a call runs: what its inputs do first, the ops on the blocks, and what the results are.
+class Resolution:
+    """How the rule of an op runs a call.
 
-    `moves` has a plan per tensor, or None where it stays; `programs` what each rank played here runs (a real
-    process has one, under None), or None where the op itself runs on the blocks; `outputs` the results' specs.
+    Attributes:
+        moves: a plan per tensor, or None where it stays.
+        programs: what each rank runs on its blocks instead of the op, or None where all ranks run the op itself.
+        outputs: the specs of the tensor results.
+        mesh: the mesh of the call.
+        simulated: whether all ranks are simulated in this process.
+        is_view: the result has the elements of the first tensor in another shape.
+        view_shape: this rank's block of such a result.
+        replicated: outputs that are the same on all ranks, with shapes that only the kernel knows.
     """
 
     moves: tuple[Plan | None, ...]
-    programs: dict[int | None, _Program | None] | None
+    programs: dict[int | None, LocalProgram | None] | None
     outputs: tuple[Spec, ...]
     mesh: DeviceMesh
     simulated: bool
-    regroups: bool = False  # the result is the first tensor's elements in another shape
-    shape: tuple[int, ...] | None = None  # this rank's block of it, then
-    alike: frozenset[int] = frozenset()  # outputs that are whole on all ranks, as they come
+    is_view: bool = False
+    view_shape: tuple[int, ...] | None = None
+    replicated: frozenset[int] = frozenset()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """What it sends."""
+        return tuple(plan for plan in self.moves if plan is not None)
 
 
-def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared | None:
-    """The recipe of a call, or None if no row covers it."""
-    found = tensors_in([*args, *kwargs.values()])
-    first = next(t for t in found if isinstance(t, DTensor))
-    met = meet(func, args, kwargs, first.device_mesh)
-    if met is None:
+def resolve(call: OpCall) -> Resolution | None:
+    """The cheapest way to run a call by its rule, or None if no rule covers it."""
+    match = match_rule(call)
+    if match is None:
         return None
-    call, rule, results, written = met[:4]
-    mesh = first.device_mesh
-    layouts = [
-        t.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, axes_of(mesh)) for t in found
-    ]
-    sizes = [t.dtype.itemsize for t in found]
-    choice: Choice | None
-    if rule is None:
-        choice = choose_view(layouts[0], call.outputs[0], sizes[0])
-    elif met.makes:
-        layouts = [layout.with_partial({}) for layout in layouts]
-        choice = Choice(tuple(layouts), tuple(_like(layouts[0], shape) for shape in call.outputs))
-    else:
-        returned = any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
-        fixed = [layouts[i] for i in written] if returned else ()
-        choice = choose(rule, layouts, call.outputs, sizes, fixed=fixed, kept=written)
+    mesh, layouts = call.mesh, call.layouts
+    itemsizes = [t.dtype.itemsize for t in call.tensors]
+    choice = _choose(call, match, itemsizes)
     if choice is None:
         return None
-    simulated = isinstance(first._local_tensor, PerRank)
-    programs = _programs(call, rule, choice, mesh, simulated)
-    if programs is not None and written not in ((), (0,)):
+    if match.creates:
+        layouts = [layout.with_partial({}) for layout in layouts]
+    programs = local_programs(match.call, match.rule, choice, mesh, call.simulated)
+    if programs is not None and match.written not in ((), (0,)):
         return None
+    metas = (m for m in match.outputs if isinstance(m, Tensor))
     outputs = tuple(
         Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
-        for layout, meta in zip(choice.outputs, (m for m in results if isinstance(m, Tensor)), strict=True)
+        for layout, meta in zip(choice.outputs, metas, strict=True)
     )
-    pairs = zip(layouts, choice.inputs, sizes, strict=True)
+    pairs = zip(layouts, choice.inputs, itemsizes, strict=True)
     moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
-    me = None if simulated else coord_of(mesh)
-    shape = block_shape(choice.outputs[0], me) if rule is None and me is not None else None
-    alike = rule.alike if isinstance(rule, Rule) else frozenset()
-    return Prepared(moves, programs, outputs, mesh, simulated, rule is None, shape, alike)
+    is_view = match.rule is None
+    coord = None if call.simulated else coord_of(mesh)
+    shape = block_shape(choice.outputs[0], coord) if is_view and coord is not None else None
+    replicated = match.rule.alike if isinstance(match.rule, Rule) else frozenset()
+    return Resolution(moves, programs, outputs, mesh, call.simulated, is_view, shape, replicated)
 
 
-def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """How a tensor made after another one lies."""
-    return layout if layout.shape == shape else Layout.replicated(shape, layout.axes)
+def _choose(call: OpCall, match: Match, itemsizes: list[int]) -> Choice | None:
+    layouts, outputs = call.layouts, match.call.outputs
+    if match.rule is None:
+        return choose_view(layouts[0], outputs[0], itemsizes[0])
+    if match.creates:
+        layouts = [layout.with_partial({}) for layout in layouts]
+        first = layouts[0]
+        created = (first if first.shape == s else Layout.replicated(s, first.axes) for s in outputs)
+        return Choice(tuple(layouts), tuple(created))
+    fixed = [layouts[i] for i in match.written] if call.info.returns_written else ()
+    return choose(match.rule, layouts, outputs, itemsizes, fixed=fixed, kept=match.written)
 
 
-class Met(NamedTuple):
-    """A call, its rule (None for a view), what comes out on the meta device, and the tensors it writes to."""
+class Match(NamedTuple):
+    """A call and its rule.
+
+    Attributes:
+        call: the call as rules see it.
+        rule: the rule for this call; None for a view, whose layout follows from the shapes.
+        outputs: the results on the meta device.
+        written: the tensors that the op writes to, by position.
+        creates: whether the op only creates a tensor like the first one, without reading values.
+    """
 
     call: Call
     rule: Rule | Listed | None
-    made: list[Tensor | None]
+    outputs: list[Any]
     written: tuple[int, ...]
-    makes: bool = False  # a tensor like the first, whose values it does not read
+    creates: bool = False
 
 
-def meet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Met | None:
-    """A call as its row sees it, on tensors of any kind; None if no row covers it."""
-    name, in_place = row_name(func)
-    own = REGISTERED.get(full_name(func))
-    row = own or row_of(name)
-    if row is None and (name not in REGROUPED or in_place):
+def match_rule(call: OpCall) -> Match | None:
+    """Match a call, on DTensors or on plain tensors, with its rule; None if no rule covers it."""
+    info = call.info
+    registered = REGISTERED.get(info.name)
+    row = registered or row_of(info.rule_name)
+    if row is None and (info.rule_name not in REGROUPED or info.writes):
         return None
-    found = tensors_in([*args, *kwargs.values()])
-    if any(map(holds_sparse, found)):
+    if any(map(holds_sparse, call.tensors)):
         return None
-    results = made_by(func, args, kwargs, told=own is not None)
-    if results is None:
+    outputs = infer_outputs(call.func, call.args, call.kwargs, warn=True) if registered else call.outputs
+    if outputs is None:
         return None
-    call = _call(name or full_name(func), func, args, kwargs, found, results)
+    seen = _as_rules_see_it(info, call, outputs)
     if row is None:
-        return Met(call, None, results, ())
-    written = _written(func, call) if own is not None else (0,) if in_place else ()
+        return Match(seen, None, outputs, ())
+    written = _written_slots(info, seen) if registered else (0,) if info.writes else ()
     if isinstance(row, Listing):
-        return Met(call, listed(row, call, args, kwargs, mesh), results, written)
-    rule = row.build(call)
+        return Match(seen, listed_rule(row, seen, call), outputs, written)
+    rule = row.build(seen)
     if rule is None:
         return None
-    rule = rule.cast(call)
-    return Met(call, rule.writing(written) if own is not None else rule, results, written, row.makes)
+    rule = rule.cast(seen)
+    return Match(seen, rule.writing(written) if registered else rule, outputs, written, row.makes)
 
 
-def full_name(func: Any) -> str:
-    """The name of an op itself, as rows have it.
-
-    >>> full_name(torch.ops.aten.add_.Tensor)
-    'aten.add_.Tensor'
-    """
-    return f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
-
-
-def row_name(func: Any) -> tuple[str, bool]:
-    """The name of the row, and whether the op writes: an in-place op has the row of the one that returns."""
-    name, overload = func._schema.name.replace("::", "."), func._overloadname
-    if not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-        return f"{name}.{overload}", False
-    if name.endswith("_") and not name.endswith("__"):
-        return f"{name[:-1]}.{overload}", True
-    return "", True
-
-
-def _written(func: Any, call: Call) -> tuple[int, ...]:
+def _written_slots(info: OpInfo, call: Call) -> tuple[int, ...]:
     """The tensors of a call that the op writes to, by its schema."""
-    slots = iter(call.slots())
-    out: list[int] = []
-    for arg in func._schema.arguments:
-        if "Tensor" in str(arg.type):
-            here = next(slots)
-            out += here if arg.alias_info is not None and arg.alias_info.is_write else ()
-    return tuple(out)
+    slots = zip(info.tensor_arguments, call.slots(), strict=True)
+    return tuple(slot for i, here in slots if info.arguments[i].writes for slot in here)
 
 
-def _call(
-    name: str,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    found: list[Tensor],
-    made: list[Any],
-) -> Call:
-    numbers = iter(range(len(found)))
-
-    def slotted(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return Slot(next(numbers))
-        if isinstance(value, list | tuple):
-            return type(value)(slotted(v) for v in value)
-        return value
-
-    given = [slotted(a) for a in args]
-    keyed = {k: slotted(v) for k, v in kwargs.items()}
-    named: dict[str, Any] = {}
-    tensors = []
-    for i, arg in enumerate(func._schema.arguments):
-        value = given[i] if i < len(given) else keyed.get(arg.name, arg.default_value)
-        named[arg.name] = value
-        if "Tensor" in str(arg.type):
-            tensors.append(tuple(value) if isinstance(value, list) else value)
+def _as_rules_see_it(info: OpInfo, call: OpCall, outputs: list[Any]) -> Call:
+    """The call with tensors as slots, and with shapes and dtypes by name."""
+    numbers = iter(range(len(call.tensors)))
+    args = map_tensors(lambda t: Slot(next(numbers)), call.args)
+    kwargs = map_tensors(lambda t: Slot(next(numbers)), call.kwargs)
+    named = info.bind(args, kwargs)
+    tensors = [named[info.arguments[i].name] for i in info.tensor_arguments]
+    results = [t for t in outputs if isinstance(t, Tensor)]
     return Call(
-        name,
+        info.rule_name or info.name,
         named,
-        tuple(tensors),
-        tuple(tuple(t.shape) for t in found),
-        tuple(tuple(t.shape) for t in made if isinstance(t, Tensor)),
-        tuple(isinstance(t, Tensor) for t in made),
-        tuple(str(t.dtype).removeprefix("torch.") for t in found),
-        tuple(str(t.dtype).removeprefix("torch.") for t in made if isinstance(t, Tensor)),
+        tuple(tuple(value) if isinstance(value, list) else value for value in tensors),
+        tuple(tuple(t.shape) for t in call.tensors),
+        tuple(tuple(t.shape) for t in results),
+        tuple(isinstance(t, Tensor) for t in outputs),
+        tuple(str(t.dtype).removeprefix("torch.") for t in call.tensors),
+        tuple(str(t.dtype).removeprefix("torch.") for t in results),
     )
-
-
-def _programs(
-    call: Call, rule: Rule | Listed | None, choice: Choice, mesh: DeviceMesh, simulated: bool
-) -> dict[int | None, _Program | None] | None:
-    if isinstance(rule, Listed) or (rule is not None and rule.local is None):
-        return None
-    places: dict[int | None, Coord] = {}
-    if simulated:
-        places.update(list(members_of(mesh).items()))
-    elif (me := coord_of(mesh)) is not None:
-        places[None] = me
-    out = {rank: _program(call, rule, choice, coord) for rank, coord in places.items()}
-    if all(p is None for p in out.values()):
-        return None
-    return {rank: None if p is None else _compiled(p) for rank, p in out.items()}
-
-
-def _program(call: Call, rule: Rule | None, choice: Choice, coord: Coord) -> Local | None:
-    shapes = tuple(block_shape(o, coord) for o in choice.outputs)
-    if rule is None or rule.local is None:
-        seen = Local((("aten.view.default", (Slot(0), list(shapes[0])), {}),))
-        is_copy = call.op.split(".")[1].endswith("_copy")
-        return Local((*seen.steps, ("aten.clone.default", (Out(0),), {}))) if is_copy else seen
-    split = frozenset(
-        x
-        for said, layout in zip(rule.inputs, choice.inputs, strict=True)
-        for x, dim in zip(said, layout.dims, strict=True)
-        if x is not None and any(f.axes for f in dim)
-    )
-    blocks = tuple(block_shape(i, coord) for i in choice.inputs)
-    return rule.local(
-        call, Place(blocks, shapes, tuple(block_offset(i, coord) for i in choice.inputs), split)
-    )
-
-
-def _compiled(program: Local) -> _Program:
-    """A local program as a function of the blocks."""
-    steps = [(_op(name), args, kwargs) for name, args, kwargs in program.steps]
-    if not program.results and all(_follows(i, step) for i, step in enumerate(program.steps)):
-        chain = [(op, args[1:], kwargs) for op, args, kwargs in steps]
-
-        def run_chain(blocks: Sequence[Tensor]) -> Any:
-            x = blocks[0]
-            for op, rest, named in chain:
-                x = op(x, *rest, **named)
-            return x
-
-        return run_chain
-
-    def value(arg: Any, blocks: Sequence[Tensor], done: list[Any]) -> Any:
-        if isinstance(arg, Slot):
-            return blocks[arg.number]
-        if isinstance(arg, Out):
-            return done[arg.step] if arg.number is None else done[arg.step][arg.number]
-        return [value(a, blocks, done) for a in arg] if isinstance(arg, list) else arg
-
-    def run(blocks: Sequence[Tensor]) -> Any:
-        done: list[Any] = []
-        for op, args, kwargs in steps:
-            named = {k: value(a, blocks, done) for k, a in kwargs.items()}
-            done.append(op(*(value(a, blocks, done) for a in args), **named))
-        return tuple(value(r, blocks, done) for r in program.results) if program.results else done[-1]
-
-    return run
-
-
-def _follows(number: int, step: tuple[str, tuple[Any, ...], Mapping[str, Any]]) -> bool:
-    """Whether a step does something to what the one before it returned, the first to the first block, and reads no more."""
-    _, args, kwargs = step
-    before: Any = Out(number - 1) if number else Slot(0)
-    return bool(args) and args[0] == before and not _reads([*args[1:], *kwargs.values()])
-
-
-def _reads(value: Any) -> bool:
-    """Whether an argument of a step is a block, or what a step returned, or has one in it."""
-    return any(_reads(v) for v in value) if isinstance(value, list) else isinstance(value, Slot | Out)
-
-
-def _op(name: str) -> Callable[..., Any]:
-    if name == "aten.view.default":
-        return _viewed
-    _, packet, overload = name.split(".")
-    return binding(getattr(getattr(torch.ops.aten, packet), overload))
-
-
-def _viewed(block: Tensor, shape: list[int]) -> Tensor:
-    """A view where the block's strides allow it: a block may be less contiguous than the whole."""
-    try:
-        return torch.ops.aten.view.default(block, shape)  # type: ignore[no-any-return]
-    except RuntimeError:
-        return block.reshape(shape)

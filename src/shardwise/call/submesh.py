@@ -1,4 +1,4 @@
-"""Tensors on a mesh and on a part of it in one op, where there is no doubt what is meant."""
+"""Tensors on a mesh and on a sub-mesh of it in one op, where the meaning is unambiguous."""
 
 from __future__ import annotations
 
@@ -8,59 +8,62 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.call.fallback import written_by
-from shardwise.call.resolve import tensors_in
+from shardwise.call.arguments import map_tensors
+from shardwise.call.op_call import OpCall
+from shardwise.call.operands import check_operands
 from shardwise.comm import axes_of
 from shardwise.layout import Layout, Spec
+from shardwise.tensor.construct import from_block
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.sparse_tensor import made
+from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["common_part", "on_part"]
+__all__ = ["common_submesh", "run_on_submesh"]
 
 
-def common_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeviceMesh | None:
-    """The mesh that is a part of all others that the tensors lie on, if each is the same along the rest of its own.
+def common_submesh(call: OpCall) -> DeviceMesh | None:
+    """The mesh that is a sub-mesh of all others in a call, if every tensor is replicated along the rest of its own.
 
-    Such a tensor has one value for each place of the part, so the op runs there, once for each. It may not be written
-    to, for then it would no longer be the same along the rest, nor want a gradient, which would have to be added up.
+    Such a tensor has the same value for each copy of the sub-mesh, so the op can run there. It must not be written to, because
+    it would then no longer be replicated. It must not need a gradient either, which would have to be summed over the
+    rest of the mesh: that depends on grad mode and is checked on every call.
     """
-    found = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor)]
-    if all(t.device_mesh is found[0].device_mesh for t in found):
+    tensors = [t for t in call.tensors if isinstance(t, DTensor)]
+    if all(t.device_mesh is tensors[0].device_mesh for t in tensors):
         return None
-    part = min((t.device_mesh for t in found), key=lambda mesh: mesh.ndim)
-    written = {id(t) for t in written_by(func, args, kwargs)}
-    for t in found:
-        if t.device_mesh == part:
+    small = min((t.device_mesh for t in tensors), key=lambda mesh: mesh.ndim)
+    written = {id(t) for t in call.written}
+    for t in tensors:
+        if t.device_mesh == small:
             continue
-        wants_grad = torch.is_grad_enabled() and t.requires_grad
-        if id(t) in written or wants_grad or not _is_part(part, t.device_mesh):
+        if id(t) in written or not _is_submesh(small, t.device_mesh):
             return None
-        rest = set(t.device_mesh.mesh_dim_names or ()) - set(part.mesh_dim_names or ())
         names = t.device_mesh.mesh_dim_names or ()
-        if any(not t.placements[names.index(name)].is_replicate() for name in rest):
+        others = set(names) - set(small.mesh_dim_names or ())
+        if any(not t.placements[names.index(name)].is_replicate() for name in others):
             return None
-    return part if any(t.device_mesh != part for t in found) else None
+    return small if any(t.device_mesh != small for t in tensors) else None
 
 
-def _is_part(part: DeviceMesh, mesh: DeviceMesh) -> bool:
-    names, every = part.mesh_dim_names or (), mesh.mesh_dim_names or ()
+def run_on_submesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op with every tensor on a sub-mesh; raise if one of them needs a gradient."""
+    call = OpCall(func, args, kwargs)
+    larger = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in larger):
+        check_operands(call)  # raises
+    return func(*map_tensors(lambda t: _narrow(t, mesh), args), **map_tensors(lambda t: _narrow(t, mesh), kwargs))
+
+
+def _is_submesh(small: DeviceMesh, mesh: DeviceMesh) -> bool:
+    names, every = small.mesh_dim_names or (), mesh.mesh_dim_names or ()
     inside = bool(names) and set(names) < set(every)
-    return inside and part._get_root_mesh() is mesh._get_root_mesh() and mesh[tuple(names)] == part
+    return inside and root_mesh(small) is root_mesh(mesh) and mesh[tuple(names)] == small
 
 
-def on_part(value: Any, part: DeviceMesh) -> Any:
-    """Arguments with each tensor as it lies on a part of its mesh; the blocks are the same."""
-    if isinstance(value, DTensor):
-        return value if value.device_mesh == part else _narrowed(value, part)
-    if isinstance(value, list | tuple):
-        return type(value)(on_part(v, part) for v in value)
-    if isinstance(value, dict):
-        return {k: on_part(v, part) for k, v in value.items()}
-    return value
-
-
-def _narrowed(t: DTensor, part: DeviceMesh) -> DTensor:
+def _narrow(t: Any, mesh: DeviceMesh) -> Any:
+    """A tensor on a sub-mesh of its mesh; its blocks are the same."""
+    if not isinstance(t, DTensor) or t.device_mesh == mesh:
+        return t
     names: Sequence[str] = t.device_mesh.mesh_dim_names or ()
-    placements = [t.placements[names.index(name)] for name in part.mesh_dim_names or ()]
-    layout = Layout.of(tuple(t.shape), axes_of(part), placements)
-    return made(t._local_tensor, Spec(part, layout, t.dtype, t._spec.shape, t._spec.stride))
+    placements = [t.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
+    layout = Layout.of(tuple(t.shape), axes_of(mesh), placements)
+    return from_block(t._local_tensor, Spec(mesh, layout, t.dtype, t._spec.shape, t._spec.stride))

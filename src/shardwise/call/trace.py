@@ -1,68 +1,81 @@
-"""Rungs: by which way an op ran, for whoever watches: its row, an offer, or on the whole."""
+"""Tracing calls: which route each op on DTensors took, and what it sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from shardwise.call.route import Route, RouteKind, Run
 from shardwise.plan import Plan
+from shardwise.plan.settings import override_settings
 
-__all__ = ["Ran", "Rung", "tell", "watching"]
-
-Rung = Literal["row", "offer", "whole"]
+__all__ = ["TracedCall", "trace_calls", "traced"]
 
 
-class Ran(NamedTuple):
-    """A call that is about to run on a rung, and how its tensors will move."""
+class TracedCall(NamedTuple):
+    """A call that is about to run.
+
+    Attributes:
+        op: the op.
+        route: the kind of route it takes.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        plans: what it will send, as far as that is known before it runs.
+    """
 
     op: Any
-    rung: Rung
+    route: RouteKind
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    moves: Sequence[Plan | None]
+    plans: Sequence[Plan]
 
     @property
-    def sends(self) -> bool:
-        """Whether anything is communicated to bring the inputs where they must be."""
-        return any(plan is not None and plan.collectives for plan in self.moves)
+    def communicates(self) -> bool:
+        """Whether the plans contain a collective."""
+        return any(plan.collectives for plan in self.plans)
 
 
-_watchers: list[Callable[[Ran], None]] = []
+_listeners: list[Callable[[TracedCall], None]] = []
 
 
 @contextmanager
-def watching(see: Callable[[Ran], None]) -> Iterator[None]:
-    """Tell `see` of each call inside the block before it runs; what it calls itself is not told of.
+def trace_calls(listener: Callable[[TracedCall], None]) -> Iterator[None]:
+    """Tell `listener` of each call inside the block before it runs; calls that the listener makes are not traced.
 
-    On real processes a call whose row moves nothing takes the short way, which tells nobody.
+    Args:
+        listener: called with a `TracedCall`, also for the ops that a call consists of.
+
+    Nothing is communicated.
 
     >>> import torch, shardwise as sw
-    >>> from shardwise.tensor import watching
-    >>> with sw.simulate(2), watching(lambda ran: print(ran.op, ran.rung, ran.sends)):
+    >>> with sw.simulate(2), trace_calls(lambda call: print(call.op, call.route, call.communicates)):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     x = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)])
     ...     _ = x.exp().cumsum(0)
-    aten.exp.default row False
-    aten.cumsum.default row True
+    aten.exp.default rule False
+    aten.cumsum.default rule True
     """
-    _watchers.append(see)
-    try:
-        yield
-    finally:
-        _watchers.remove(see)
+    with override_settings(traced=True):
+        _listeners.append(listener)
+        try:
+            yield
+        finally:
+            _listeners.remove(listener)
 
 
-def tell(
-    op: Any, rung: Rung, args: tuple[Any, ...], kwargs: Mapping[str, Any], moves: Sequence[Plan | None] = ()
-) -> None:
-    """Tell whoever watches of a call."""
-    if not _watchers:
-        return
-    ran, told = Ran(op, rung, args, kwargs, moves), list(_watchers)
-    _watchers.clear()
-    try:
-        for see in told:
-            see(ran)
-    finally:
-        _watchers[:] = told
+def traced(func: Any, route: Route) -> Run:
+    """The run of a route, telling listeners of it first."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = TracedCall(func, route.kind, args, kwargs, route.plans or ())
+        listeners = list(_listeners)
+        _listeners.clear()
+        try:
+            for listener in listeners:
+                listener(call)
+        finally:
+            _listeners[:] = listeners
+        return route.run(args, kwargs)
+
+    return run

@@ -1,33 +1,39 @@
-"""Views that had to move data: what is written to them reaches the tensor they are of, and they see what it becomes.
+"""Views that had to move data: writes to them reach their base, and they see writes to their base.
 
-A view of the blocks shares their memory, and then there is nothing to do. One that had to gather them does not, and
-is a `View`: it remembers what it is of. It is a class of its own so that no other tensor pays for the question.
+A view of the blocks shares their memory and needs none of this. A view that had to communicate has memory of its own: it is a
+`MovedView`, which remembers its base and the view op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.exchange import named
-from shardwise.call.fallback import gathered, write_back, written_by
+from shardwise.call.arguments import tensors_in
+from shardwise.call.fallback import gather, write_back
+from shardwise.call.op_call import OpCall
+from shardwise.call.schema import op_info
 from shardwise.comm import map_ranks
-from shardwise.tensor.autograd import redistributed
+from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.policy import policy
+from shardwise.tensor.implicit import announce, to_layout
+from shardwise.torch_internals.subclass import version
 
-__all__ = ["View", "as_its_base", "is_view", "outlives_inference", "remembered", "returning"]
+__all__ = ["MovedView", "is_shared_with_inference", "outside_inference", "remember_base"]
+
+aten = torch.ops.aten
+_slot: Any = DTensor._local_tensor  # the descriptor of the slot: reading it does not refresh a view
+_Origin = tuple[DTensor, Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
-_held: Any = DTensor._local_tensor  # the slot itself: no view is brought up to date by reading it
+class MovedView(DTensor):
+    """A view with memory of its own: the `number`-th result of `func` on `base`, or its only one.
 
-
-class View(DTensor):
-    """A view in memory of its own: the `number`-th result of `func` on `base`, or the only one.
+    A subclass, so that other tensors need no check.
 
     >>> import shardwise as sw
     >>> with sw.simulate(2):
@@ -41,146 +47,139 @@ class View(DTensor):
     tensor([1., 0., 0., 1.]) tensor([5., 5.])
     """
 
-    _origin: tuple[DTensor, Any, tuple[Any, ...], dict[str, Any], int | None]
+    _origin: _Origin
     _seen: tuple[float, ...]
     __slots__ = ("_origin", "_seen")
 
     @property
     def _local_tensor(self) -> Tensor:
-        """The block of this rank, made anew if the base was written to."""
+        """The block of this rank, computed anew if the base was written to."""
         if self._seen != _versions(self._origin[0]):
             base, func, args, kwargs, number = self._origin
             with torch.no_grad():
                 result = func(base, *args, **kwargs)
-            self._local_tensor = _held.__get__(result if number is None else result[number])
+            self._local_tensor = _slot.__get__(result if number is None else result[number])
             self._seen = _versions(base)
-        return _held.__get__(self)  # type: ignore[no-any-return]
+        return _slot.__get__(self)  # type: ignore[no-any-return]
 
     @_local_tensor.setter
     def _local_tensor(self, block: Tensor) -> None:
-        _held.__set__(self, block)
+        _slot.__set__(self, block)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and is_view(func) and outlives_inference(args[0]):
-            with as_its_base():
+        info = op_info(func)
+        if torch.is_inference_mode_enabled() and info.is_view and is_shared_with_inference(args[0]):
+            with outside_inference():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-        _bring_up(args, kwargs)
-        if torch.Tag.inplace_view in func.tags and isinstance(args[0], View):
-            view, before = args[0], _of(args[0]._origin, args[0])
+        for t in tensors_in([*args, *kwargs.values()]):
+            if isinstance(t, MovedView):
+                t._local_tensor  # noqa: B018  refreshes it before the op, which may write to its base
+        written = OpCall(func, args, kwargs).written if info.written else []
+        for t in written:
+            if isinstance(t, MovedView):
+                _announce_write(func, t)
+        if torch.Tag.inplace_view in info.tags and isinstance(args[0], MovedView):
+            view, before = args[0], _view_of(args[0]._origin, args[0])
             super().__torch_dispatch__(func, types, args, kwargs)
-            view._origin = (before, returning(func), args[1:], kwargs, None)
+            view._origin = (before, info.out_of_place, args[1:], kwargs, None)
             view._seen = _versions(before)
             return view
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if is_view(func):
-            return remembered(func, args, kwargs, result)
-        for t in written_by(func, args, kwargs):
-            if isinstance(t, View):
+        if info.is_view:
+            return remember_base(func, args, kwargs, result)
+        for t in written:
+            if isinstance(t, MovedView):
                 _write_through(t)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
-            plain = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
-            memo[id(self)] = plain.__deepcopy__(memo)
+            copy = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
+            memo[id(self)] = copy.__deepcopy__(memo)
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
-def is_view(func: Any) -> bool:
-    """Whether an op's results share the memory of its first argument, by its schema."""
-    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
-    return first is not None and not first.is_write
-
-
-def outlives_inference(base: Any) -> bool:
-    """Whether inference mode did not make a tensor: torch has its views count their writes together with it."""
+def is_shared_with_inference(base: Any) -> bool:
+    """Whether a tensor was created outside inference mode: torch lets its views share its version counter."""
     return isinstance(base, DTensor) and not base.is_inference()
 
 
 @contextmanager
-def as_its_base() -> Iterator[None]:
-    """Make tensors that are not inference mode's, and no graph either."""
+def outside_inference() -> Iterator[None]:
+    """Create normal tensors inside inference mode, without autograd."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def returning(func: Any) -> Any:
-    """The form that returns a new tensor of an op that changes its tensor's own shape."""
-    forms = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")[:-1])
-    named = [a.name for a in func._schema.arguments]
-    return next(
-        f
-        for f in (getattr(forms, o) for o in forms.overloads())
-        if [a.name for a in f._schema.arguments] == named and "out" not in f._overloadname
-    )
-
-
-def remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """What a view op returned, as views that know what they are of."""
+def remember_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The results of a view op as views that remember their base."""
     if isinstance(result, Tensor):
-        return _of((args[0], func, args[1:], kwargs, None), result)
-    return type(result)(_of((args[0], func, args[1:], kwargs, i), r) for i, r in enumerate(result))
+        return _view_of((args[0], func, args[1:], kwargs, None), result)
+    return type(result)([_view_of((args[0], func, args[1:], kwargs, i), r) for i, r in enumerate(result)])
 
 
-def _of(origin: tuple[Any, ...], result: Any) -> View:
-    out = View(_held.__get__(result), result._spec)
+def _view_of(origin: _Origin, result: Any) -> MovedView:
+    out = MovedView(_slot.__get__(result), result._spec)
     out._origin, out._seen = origin, _versions(origin[0])
     return out
 
 
 def _versions(base: DTensor) -> tuple[float, ...]:
-    """What changes when a base or anything it is a view of is written to, the same on every rank."""
-    here = float("nan") if base.is_inference() else base._version  # nobody counts there: always out of date
-    through = base.__dict__.get("_written_through", 0)  # also by views that do not count, as x[0].data
-    return (here, through, *(_versions(base._origin[0]) if isinstance(base, View) else ()))
+    """What changes when a base, or anything it is itself a view of, is written to; the same on every rank."""
+    here = float("nan") if base.is_inference() else version(base)  # without a version counter: always out of date
+    through = base.__dict__.get("_written_through", 0)  # also by views with another version counter, as x[0].data
+    return (here, through, *(_versions(base._origin[0]) if isinstance(base, MovedView) else ()))
 
 
-def _bring_up(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    for value in [*args, *kwargs.values()]:
-        for t in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(t, View):
-                t._local_tensor  # noqa: B018
+def _announce_write(func: Any, view: MovedView) -> None:
+    """Apply the policy before an op writes to a view: afterwards the value must go back to the base."""
+    announce(
+        func,
+        view.numel() * view.dtype.itemsize,
+        f"It writes to a view whose data had to move, so the value goes back to its base, {view._origin[0]._spec}.",
+        "Write to the base, or to a view along dims that are not split",
+    )
 
 
-def _write_through(view: View) -> None:
-    """Bring the value of a view into its base: where it belongs, or else on the whole, where a view is one."""
+def _write_through(view: MovedView) -> None:
+    """Write the value of a view into its base: as a slice of it, or else into the gathered base."""
     base, func, args, kwargs, number = view._origin
-    copy = torch.ops.aten.copy_.default
-    value = DTensor(_held.__get__(view), view._spec)
-    if (put := _scatter(func, number, base, *args, **kwargs)) is not None:
-        # the view is written already: to be refused now would leave the two apart
-        with torch.no_grad(), policy(implicit="allow"):
-            made = put(DTensor(base._local_tensor, base._spec), value)
-        map_ranks(copy, base._local_tensor, redistributed(made, base._spec.layout)._local_tensor)
-    else:
-        whole = gathered(func, base)
-        seen = map_ranks(func, whole, *args, **kwargs)
-        map_ranks(copy, seen if number is None else seen[number], gathered(copy, value))
-        write_back(base, whole)
+    copy = aten.copy_.default
+    value = DTensor(_slot.__get__(view), view._spec)
+    scatter = _scatter(func, number, base, *args, **kwargs)
+    # the view is written already: refusing to communicate now would leave view and base different
+    with torch.no_grad(), override_settings(implicit="allow"):
+        if scatter is not None:
+            updated = scatter(DTensor(base._local_tensor, base._spec), value)
+            map_ranks(copy, base._local_tensor, to_layout(func, updated, base._spec.layout)._local_tensor)
+        else:
+            full = gather(func, base)
+            viewed = map_ranks(func, full, *args, **kwargs)
+            map_ranks(copy, viewed if number is None else viewed[number], gather(copy, value))
+            write_back(func, base, full)
     base.__dict__["_written_through"] = base.__dict__.get("_written_through", 0) + 1
-    if isinstance(base, View):
+    if isinstance(base, MovedView):
         _write_through(base)
 
 
 def _scatter(
     func: Any, number: int | None, base: DTensor, *args: Any, **kwargs: Any
 ) -> Callable[[DTensor, DTensor], DTensor] | None:
-    """What sets the value of a view into its base, if it is a range or a position of one dim."""
-    aten = torch.ops.aten
-    given = named(func, (base, *args), kwargs)
-    dim = given.get("dim", 0)
+    """What writes the value of a view into its base, if the view is a slice or an index of one dim."""
+    named = op_info(func).bind((base, *args), kwargs)
+    dim = named.get("dim", 0)
     if func is aten.slice.Tensor:
-        low, high, step = given["start"], given["end"], given["step"]
-        return lambda x, value: aten.slice_scatter.default(x, value, dim, low, high, step)
+        start, end, step = named["start"], named["end"], named["step"]
+        return lambda x, value: aten.slice_scatter.default(x, value, dim, start, end, step)
     if func is aten.select.int or func is aten.unbind.int:
-        index = given["index"] if number is None else number
+        index = named["index"] if number is None else number
         return lambda x, value: aten.select_scatter.default(x, value, dim, index)
     if number is None or func not in (aten.split.Tensor, aten.split_with_sizes.default):
         return None
-    sizes = given.get("split_sizes") or [given["split_size"]] * number
-    low = sum(sizes[:number])
-    return lambda x, value: aten.slice_scatter.default(x, value, dim, low, low + value.shape[dim])
+    sizes = named.get("split_sizes") or [named["split_size"]] * number
+    start = sum(sizes[:number])
+    return lambda x, value: aten.slice_scatter.default(x, value, dim, start, start + value.shape[dim])

@@ -9,7 +9,7 @@ from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, cut, first_block
 from shardwise.layout.layout import Layout
 
-__all__ = ["block_offset", "block_shape", "global_shape", "global_stride", "largest_block", "owned"]
+__all__ = ["block_offset", "block_shape", "contiguous_stride", "global_shape", "global_stride", "largest_block", "owned"]
 
 
 def _ranges(dim: Dim, sizes: Sequence[int], coord: Sequence[int]) -> list[tuple[int, int]]:
@@ -111,3 +111,12 @@ def global_stride(shape: Sequence[int], local_stride: Sequence[int]) -> tuple[in
         out[d] = step
         step *= max(shape[d], 1)
     return tuple(out)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    return global_stride(shape, range(len(shape), 0, -1))

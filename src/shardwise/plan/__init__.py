@@ -3,6 +3,7 @@
 from shardwise.plan.cost import CostModel
 from shardwise.plan.exchange import Exchange, Move, plan_exchanges
 from shardwise.plan.redistribute import plan_redistribute
+from shardwise.plan.settings import costs
 from shardwise.plan.step import (
     AllGather,
     AllReduce,
@@ -32,6 +33,7 @@ __all__ = [
     "Step",
     "choose",
     "choose_view",
+    "costs",
     "every_choice",
     "plan_exchanges",
     "plan_redistribute",

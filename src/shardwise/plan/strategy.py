@@ -1,23 +1,40 @@
-"""Choosing how an op runs: for each axis a role that its operands suggest, at the least cost of moving them."""
+"""Choosing the layouts in which an op runs: a role per mesh axis, at the least cost of moving the operands."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from shardwise.layout import Axes, Dim, Factor, Layout, LayoutError, cut, largest_block, view
-from shardwise.plan.cost import DEFAULT_COSTS, CostModel
+from shardwise.layout import (
+    Axes,
+    Dim,
+    Factor,
+    Layout,
+    LayoutError,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    cut,
+    largest_block,
+    view,
+)
+from shardwise.plan.cost import CostModel
 from shardwise.plan.redistribute import plan_redistribute
+from shardwise.plan.settings import current_costs
 from shardwise.rules import Candidate, Listed, Rule
 from shardwise.rules.rule import Letters
 
 __all__ = ["Choice", "choose", "choose_view", "every_choice"]
 
-_MOST_OPTIONS = 512
-_EXACT = 4  # how many of the cheapest by estimate are planned for real
+_T = TypeVar("_T")
+_MAX_COMBINATIONS = 1 << 12
+_ESTIMATED = 16  # how many choices are ranked by their estimate,
+_PLANNED = 4  # and how many of those are compared by their plans
 
 
 @dataclass(frozen=True)
@@ -29,11 +46,11 @@ class Choice:
 
 
 class _Role(NamedTuple):
-    """What an axis does in an op: split a letter, pass a pending reduction of a group of inputs, or nothing."""
+    """What an axis does in an op: split a letter, pass a pending reduction of some inputs through, or nothing."""
 
     letter: str | None = None
     op: str | None = None
-    group: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
 
 
 _NOTHING = _Role()
@@ -45,49 +62,60 @@ def choose(
     outputs: Sequence[Sequence[int]],
     itemsizes: Sequence[int],
     fixed: Sequence[Layout] = (),
-    model: CostModel = DEFAULT_COSTS,
+    model: CostModel | None = None,
     kept: Sequence[int] = (),
 ) -> Choice | None:
-    """The cheapest choice a rule allows; with `fixed`, only those whose first outputs lie so. None if there is none.
+    """The cheapest choice that a rule allows, or None if there is none.
 
-    The inputs numbered in `kept` may not move: the op writes to them. On a tie it moves the fewest inputs: what is
-    replicated is not cut for nothing.
+    Choices are generated in order of an estimate, and the first few are compared by their plans. Among equally cheap
+    ones the choice that moves the fewest inputs wins, so that replicated inputs are not sliced without need.
+
+    Args:
+        rule: the rule of the op for this call.
+        layouts: the layouts of the inputs.
+        outputs: the shapes of the outputs.
+        itemsizes: bytes per element of the inputs.
+        fixed: layouts that the first inputs and outputs must have, because the op writes to them and returns them.
+        model: the cost model, by default the current one.
+        kept: inputs that may not move, because the op writes to them.
     """
-    found: list[tuple[tuple[float, int, int], int, Choice]] = []
-    for number, choice in enumerate(_choices(rule, layouts, outputs)):
-        # what is written in place neither lies otherwise afterwards nor is moved before
-        if choice is None or any(
-            a is not b or a is not c for a, b, c in zip(fixed, choice.outputs, choice.inputs, strict=False)
-        ):
+    model = model or current_costs()
+    found: list[tuple[tuple[float, int, int, int], Choice]] = []
+    for number, (guess, choice) in enumerate(_choices(rule, layouts, outputs, itemsizes, model)):
+        if choice is None or not _is_allowed(rule, choice, layouts, fixed, kept):
             continue
-        if any(choice.inputs[i] is not layouts[i] for i in kept):
-            continue
-        if not rule.empty and any(_has_empty(layout) for layout in choice.inputs):
-            continue
-        pairs = list(zip(layouts, choice.inputs, itemsizes, strict=True))
-        guess = sum(_estimate(a, b, size, model) for a, b, size in pairs)
-        moved = sum(a is not b for a, b, _ in pairs)
-        held = sum(largest_block(o) for o in choice.outputs)
-        found.append(((guess, moved, held), number, choice))
+        moved = sum(a is not b for a, b in zip(layouts, choice.inputs, strict=True))
         if moved == 0:
-            break  # nothing beats a choice that moves nothing
-    found.sort(key=lambda entry: entry[:2])
-    if not found:
-        return None
-    if found[0][0][0] == 0.0 or len(found) == 1:
-        return found[0][2]
+            return choice
+        held = sum(largest_block(o) for o in choice.outputs)
+        found.append(((guess, moved, held, number), choice))
+        if len(found) == _ESTIMATED:
+            break
 
-    def exact(entry: tuple[tuple[float, int, int], int, Choice]) -> tuple[float, int, int, int]:
-        (_, moved, held), number, choice = entry
-        seconds = 0.0
-        for a, b, size in zip(layouts, choice.inputs, itemsizes, strict=True):
-            if a is not b:
-                seconds += sum(
-                    model.seconds(step, size) for step in plan_redistribute(a, b, size, model).steps
-                )
-        return seconds, moved, held, number
+    def cost(entry: tuple[tuple[float, int, int, int], Choice]) -> tuple[float, int, int, int]:
+        (_, *rest), choice = entry
+        pairs = zip(layouts, choice.inputs, itemsizes, strict=True)
+        seconds = model.total(plan_redistribute(a, b, n, model) for a, b, n in pairs if a is not b)
+        return (seconds, *rest)
 
-    return min(found[:_EXACT], key=exact)[2]
+    found.sort(key=lambda entry: entry[0])
+    return min(found[:_PLANNED], key=cost)[1] if found else None
+
+
+def _is_allowed(
+    rule: Rule | Listed,
+    choice: Choice,
+    layouts: Sequence[Layout],
+    fixed: Sequence[Layout],
+    kept: Sequence[int],
+) -> bool:
+    # a tensor that is written in place is neither moved before nor laid out differently afterwards
+    written = zip(fixed, choice.outputs, choice.inputs, strict=False)
+    if any(a is not b or a is not c for a, b, c in written):
+        return False
+    if any(choice.inputs[i] is not layouts[i] for i in kept):
+        return False
+    return rule.empty or not any(_has_empty(layout) for layout in choice.inputs)
 
 
 def every_choice(
@@ -100,8 +128,8 @@ def every_choice(
     else:
         letters = dict.fromkeys(x for said in rule.inputs for x in said if x is not None)
         roles = [_Role(letter=x) for x in letters]
-        roles += [_Role(op=op, group=group) for group in rule.linear for op in ("sum", "avg")]
-        roles += [_Role(op=op, group=frozenset({i})) for op in rule.monotone for i in range(len(shapes))]
+        roles += [_Role(op=op, inputs=group) for group in rule.linear for op in ("sum", "avg")]
+        roles += [_Role(op=op, inputs=frozenset({i})) for op in rule.monotone for i in range(len(shapes))]
         every = list(itertools.product([*roles, _NOTHING], repeat=len(axes)))
         found = [_choice(rule, layouts, outputs, r) for r in every]
         if len(axes) == 1:
@@ -126,27 +154,95 @@ def _cut_inside(rule: Rule, layouts: Sequence[Layout], roles: Sequence[_Role]) -
 
 
 def _choices(
-    rule: Rule | Listed, layouts: Sequence[Layout], outputs: Sequence[Sequence[int]]
-) -> Iterator[Choice | None]:
+    rule: Rule | Listed,
+    layouts: Sequence[Layout],
+    outputs: Sequence[Sequence[int]],
+    itemsizes: Sequence[int],
+    model: CostModel,
+) -> Iterator[tuple[float, Choice | None]]:
+    """The choices of a rule with their estimated cost, cheapest first."""
+    blocks = [largest_block(t) * n for t, n in zip(layouts, itemsizes, strict=True)]
+    placements = [t.placements for t in layouts]
+
+    def cost(axis: int, wanted: Sequence[Placement]) -> tuple[float, int]:
+        """What moving every input to its placement on one axis costs, and how many inputs it changes."""
+        on, seconds, changed = layouts[0].axes, 0.0, 0
+        for here, there, size in zip(placements, wanted, blocks, strict=True):
+            seconds += _axis_seconds(here[axis], there, size, on, axis, model)
+            changed += here[axis] != there
+        return seconds, changed
+
     if isinstance(rule, Listed):
-        return (_listed(layouts, outputs, c) for c in _combinations(rule, layouts))
-    return (_choice(rule, layouts, outputs, roles) for roles in _assignments(rule, layouts))
-
-
-def _combinations(rule: Listed, layouts: Sequence[Layout]) -> Iterator[tuple[Candidate, ...]]:
-    """One candidate per axis, in all combinations; of too many, those that move the most are left out."""
-    axes: list[list[Candidate]] = []
-    for axis, size in enumerate(layouts[0].axes.sizes):
-        here = [layout.placements[axis] for layout in layouts]
-        moves = [
-            sum(a != b for a, b in zip(here, c.inputs, strict=True)) if size > 1 else 0
-            for c in rule.candidates
+        options = [
+            [(cost(a, c.inputs) if n > 1 else (0.0, 0), c) for c in rule.candidates]
+            for a, n in enumerate(layouts[0].axes.sizes)
         ]
-        order = sorted(range(len(moves)), key=lambda i: (moves[i], i))
-        axes.append([rule.candidates[i] for i in order])
-    while math.prod(len(c) for c in axes) > _MOST_OPTIONS:
-        del max(axes, key=len)[-1]
-    return itertools.product(*axes)
+        for guess, candidates in _cheapest_combinations(options):
+            yield guess, _listed(layouts, outputs, candidates)
+    else:
+        roles = [
+            [(cost(a, _placements_of(rule, role)), role) for role in _roles(rule, layouts, a)]
+            for a in range(len(layouts[0].axes))
+        ]
+        for guess, chosen in _cheapest_combinations(roles):
+            yield guess, _choice(rule, layouts, outputs, chosen)
+
+
+def _cheapest_combinations(
+    options: Sequence[Sequence[tuple[tuple[float, int], _T]]],
+) -> Iterator[tuple[float, tuple[_T, ...]]]:
+    """One option per axis in all combinations, in order of their summed costs; of very many the cheapest only."""
+    ranked = [sorted(enumerate(some), key=lambda o: (o[1][0], o[0])) for some in options]
+    if not all(ranked):
+        return
+
+    def entry(at: tuple[int, ...]) -> tuple[tuple[float, int], tuple[int, ...], tuple[int, ...]]:
+        picked = [ranked[a][i] for a, i in enumerate(at)]
+        cost = (sum(o[1][0][0] for o in picked), sum(o[1][0][1] for o in picked))
+        return cost, tuple(o[0] for o in picked), at
+
+    queue = [entry((0,) * len(ranked))]
+    seen = {queue[0][2]}
+    for _ in range(_MAX_COMBINATIONS):
+        if not queue:
+            return
+        (seconds, _), _, at = heapq.heappop(queue)
+        yield seconds, tuple(ranked[a][i][1][1] for a, i in enumerate(at))
+        for a, i in enumerate(at):
+            further = (*at[:a], i + 1, *at[a + 1 :])
+            if i + 1 < len(ranked[a]) and further not in seen:
+                seen.add(further)
+                heapq.heappush(queue, entry(further))
+
+
+def _placements_of(rule: Rule, role: _Role) -> list[Placement]:
+    """The placement of each input on an axis that has this role."""
+    out: list[Placement] = []
+    for i, letters in enumerate(rule.inputs):
+        if role.letter is not None and role.letter in letters:
+            out.append(Shard(letters.index(role.letter)))
+        elif role.letter in rule.reduced and i in rule.addends:
+            out.append(Partial(rule.reduced[role.letter]))  # type: ignore[index]
+        else:
+            out.append(Partial(role.op) if role.op is not None and i in role.inputs else Replicate())
+    return out
+
+
+def _axis_seconds(
+    here: Placement, there: Placement, size: int, on: Axes, axis: int, model: CostModel
+) -> float:
+    """An estimate of changing a tensor's placement on one axis, from the bytes of its largest block; 0 if it is free."""
+    if here.is_replicate() or (here.is_partial() and there.is_partial()):
+        return 0.0
+    if isinstance(here, Shard) and isinstance(there, Shard) and here.dim == there.dim:
+        return 0.0
+    n = on.sizes[axis]
+    latency, bandwidth = model.pace(on, (axis,))
+    if there.is_replicate():
+        sent = 2 * size * (n - 1) / n if here.is_partial() else size * (n - 1)
+    else:
+        sent = size * (n - 1) / n
+    return latency + sent / bandwidth
 
 
 def _listed(
@@ -173,30 +269,21 @@ def _has_empty(layout: Layout) -> bool:
     )
 
 
-def _assignments(rule: Rule, layouts: Sequence[Layout]) -> Iterator[tuple[_Role, ...]]:
-    """One role per axis, in all combinations of those that the operands suggest."""
-    roles: list[list[_Role]] = []
-    for axis, size in enumerate(layouts[0].axes.sizes):
-        found = dict.fromkeys(_roles(rule, layouts, axis)) if size > 1 else {}
-        roles.append([*found, _NOTHING])
-    while math.prod(len(r) for r in roles) > _MOST_OPTIONS:
-        del max(roles, key=len)[-2]
-    return itertools.product(*roles)
-
-
-def _roles(rule: Rule, layouts: Sequence[Layout], axis: int) -> Iterator[_Role]:
-    for i, layout in enumerate(layouts):
-        for d, dim in enumerate(layout.dims):
-            letter = rule.inputs[i][d]
-            if letter is not None and any(axis in f.axes for f in dim):
-                yield _Role(letter=letter)
-        op = dict(layout.partial).get(axis)
-        if op in ("sum", "avg"):
-            for group in rule.linear:
-                if i in group:
-                    yield _Role(op=op, group=group)
-        elif op is not None and op in rule.monotone:
-            yield _Role(op=op, group=frozenset({i}))
+def _roles(rule: Rule, layouts: Sequence[Layout], axis: int) -> list[_Role]:
+    """The roles of an axis that the operands suggest, and last the one that does nothing."""
+    found: dict[_Role, None] = {}
+    if layouts[0].axes.sizes[axis] > 1:
+        for i, layout in enumerate(layouts):
+            for d, dim in enumerate(layout.dims):
+                letter = rule.inputs[i][d]
+                if letter is not None and any(axis in f.axes for f in dim):
+                    found[_Role(letter=letter)] = None
+            op = dict(layout.partial).get(axis)
+            if op in ("sum", "avg"):
+                found |= {_Role(op=op, inputs=group): None for group in rule.linear if i in group}
+            elif op is not None and op in rule.monotone:
+                found[_Role(op=op, inputs=frozenset({i}))] = None
+    return [*found, _NOTHING]
 
 
 def _choice(
@@ -219,7 +306,7 @@ def _choice(
     reduced = {a: r.letter for a, r in enumerate(roles) if r.letter is not None and r.letter in rule.reduced}
 
     def parts(i: int) -> dict[int, str]:
-        out = {a: r.op for a, r in enumerate(roles) if r.op is not None and i in r.group}
+        out = {a: r.op for a, r in enumerate(roles) if r.op is not None and i in r.inputs}
         return out | {a: rule.reduced[x] for a, x in reduced.items() if i in rule.addends}
 
     for number, (said, shape) in enumerate(zip(rule.outputs, outputs, strict=True)):
@@ -280,40 +367,24 @@ def _of_size(dim: Dim, size: int, axes: Axes) -> Dim:
     return (Factor(size, on),)
 
 
-def _estimate(source: Layout, target: Layout, itemsize: int, model: CostModel) -> float:
-    """A quick guess at what a redistribution costs: 0 only if it is free."""
-    if source is target:
-        return 0.0
-    here, there, seconds = largest_block(source) * itemsize, largest_block(target) * itemsize, 0.0
-    for axis, (a, b) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if a == b or a.is_replicate() or (a.is_partial() and b.is_partial()):
-            continue
-        n = source.axes.sizes[axis]
-        latency, width = model.pace((axis,))
-        sent = (
-            (2 * here if b.is_replicate() else here)
-            if a.is_partial()
-            else (there if b.is_replicate() else here)
-        )
-        seconds += latency + sent * (n - 1) / n / width
-    return seconds
-
-
 def choose_view(
-    layout: Layout, shape: Sequence[int], itemsize: int, model: CostModel = DEFAULT_COSTS
+    layout: Layout, shape: Sequence[int], itemsize: int, model: CostModel | None = None
 ) -> Choice:
-    """The cheapest layout in which a tensor can be seen as another shape: its own, or with fewer axes."""
+    """The cheapest layout in which a tensor can be viewed in another shape: its own, or one with fewer axes."""
+    model = model or current_costs()
     axes = sorted(layout.sharded)
     for count in range(len(axes) + 1):
         options = []
         for gone in itertools.combinations(axes, count):
             fewer = layout.without(gone)
             try:
-                options.append(
-                    (_estimate(layout, fewer, itemsize, model), gone, Choice((fewer,), (view(fewer, shape),)))
-                )
+                choice = Choice((fewer,), (view(fewer, shape),))
             except LayoutError:
                 continue
+            seconds = (
+                0.0 if fewer is layout else model.total([plan_redistribute(layout, fewer, itemsize, model)])
+            )
+            options.append((seconds, gone, choice))
         if options:
             return min(options, key=lambda option: option[:2])[2]
-    raise RuntimeError(f"{layout} cannot be seen as {tuple(shape)}, which is a mistake in shardwise")
+    raise RuntimeError(f"{layout} cannot be viewed as {tuple(shape)}; please report this bug in shardwise")

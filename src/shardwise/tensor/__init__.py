@@ -1,61 +1,37 @@
-"""The tensor: making it, moving it, differentiating it, and running ops on it."""
+"""The tensor: its class, its conversion from and to local tensors, redistribution, policy and random state."""
 
-# The class first: what makes DTensors comes after it.
-from shardwise.tensor.dtensor import DTensor
-
-# isort: split
-from shardwise.api.distribute import distribute_tensor
-from shardwise.api.factories import arange, empty, eye, full, linspace, ones, zeros
-from shardwise.api.geometry import compute_local_shape_and_global_offset
-from shardwise.api.random_factories import rand, randint, randn, randperm
-from shardwise.api.register_sharding import register_sharding
-from shardwise.call.trace import watching
-from shardwise.ops.dropout import draw_noise_for_dtensors
-from shardwise.ops.dropout_functorch import draw_in_transforms
-from shardwise.ops.one_device import one_device
-from shardwise.ops.prod import divide_products
-from shardwise.ops.sparse_factories import make_sparse
-from shardwise.ops.torch_python import draw_for_torch
-from shardwise.random.stream import follow_torch
-from shardwise.tensor.errors import MeshError
-from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
+from shardwise.plan.settings import share_with_other_threads
+from shardwise.tensor.construct import rebuild
+from shardwise.tensor.dtensor import DTensor, implementation
+from shardwise.tensor.errors import CommunicationError, MeshError, PlainTensorError
+from shardwise.tensor.indexing import replicated_index
+from shardwise.tensor.local import from_local, to_local
+from shardwise.tensor.policy import implicit_replication, policy
+from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.tensor.serialization import allow_loading
-from shardwise.torch_internals.override import give_values
+from shardwise.torch_internals.thread_state import inherited_object, publish_object
 
 __all__ = [
     "CommunicationError",
     "DTensor",
     "MeshError",
-    "arange",
-    "compute_local_shape_and_global_offset",
-    "distribute_tensor",
-    "empty",
-    "eye",
+    "PlainTensorError",
     "fork_rng",
-    "full",
     "get_rng_state",
     "implicit_replication",
-    "linspace",
     "manual_seed",
-    "one_device",
-    "ones",
     "policy",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "register_sharding",
     "set_rng_state",
-    "watching",
-    "zeros",
 ]
 
+implementation.from_local = from_local
+implementation.to_local = to_local
+implementation.redistribute = redistribute
+implementation.to_layout = to_layout
+implementation.index_of = replicated_index
+implementation.rebuild = rebuild
 allow_loading()
-give_values()
-make_sparse()
-divide_products()
-draw_noise_for_dtensors()
-draw_for_torch()
-draw_in_transforms()
-follow_torch()
+share_with_other_threads(
+    lambda settings: publish_object("shardwise", settings), lambda: inherited_object("shardwise")
+)

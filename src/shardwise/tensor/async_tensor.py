@@ -1,30 +1,33 @@
-"""A DTensor whose block is still on its way; a class of its own so that no other tensor pays for the question."""
+"""The DTensor that an asynchronous redistribution returns."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.comm import Pending
 from shardwise.layout import Spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.subclass import make_wrapper
 
-__all__ = ["Awaited"]
+__all__ = ["AsyncDTensor"]
 
-_held: Any = DTensor._local_tensor  # the slot itself
+_slot: Any = DTensor._local_tensor  # the descriptor of the slot, which this class overrides
 
 
-class Awaited(DTensor):
-    """What `redistribute(async_op=True)` returns: its block is waited for when something first asks for it."""
+class AsyncDTensor(DTensor):
+    """The result of `redistribute(async_op=True)`: it waits for its block when that is first used.
 
-    _coming: Pending | None
-    __slots__ = ("_coming",)
+    A subclass, so that other tensors need no check.
+    """
+
+    _pending: Pending | None
+    __slots__ = ("_pending",)
 
     @staticmethod
-    def __new__(cls, block: Tensor | Pending, spec: Spec, *, requires_grad: bool = False) -> Awaited:
-        self = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, block: Tensor | Pending, spec: Spec, *, requires_grad: bool = False) -> AsyncDTensor:
+        self: AsyncDTensor = make_wrapper(
             cls,
             spec.shape,
             strides=spec.stride,
@@ -34,26 +37,26 @@ class Awaited(DTensor):
         )
         self._spec = spec
         if isinstance(block, Pending):
-            self._coming = block
+            self._pending = block
         else:
             self._local_tensor = block
         return self
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], kept: tuple[Spec, bool], outer_size: Any, outer_stride: Any
-    ) -> Awaited:
-        # compiled code is told apart by the classes it was made for
-        spec, requires_grad = kept
-        return Awaited(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+    ) -> AsyncDTensor:
+        # compiled code guards on the class of its inputs, so the class must not change
+        spec, requires_grad = context
+        return AsyncDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     @property
     def _local_tensor(self) -> Tensor:
-        if self._coming is not None:
-            self._local_tensor = self._coming.wait()
-        return _held.__get__(self)  # type: ignore[no-any-return]
+        if self._pending is not None:
+            self._local_tensor = self._pending.wait()
+        return _slot.__get__(self)  # type: ignore[no-any-return]
 
     @_local_tensor.setter
     def _local_tensor(self, block: Tensor) -> None:
-        _held.__set__(self, block)
-        self._coming = None
+        _slot.__set__(self, block)
+        self._pending = None

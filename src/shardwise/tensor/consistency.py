@@ -1,9 +1,10 @@
-"""Comparing the blocks of all ranks before a tensor is made of them."""
+"""Comparing what all ranks hold, before it is taken to be blocks of one tensor or the same everywhere."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import (
     Coord,
     PerRank,
+    Sent,
     axes_of,
     bytes_of,
     coord_of,
@@ -20,54 +22,85 @@ from shardwise.comm import (
     members_of,
     parts_of,
 )
+from shardwise.comm.ledger import is_counting, record
 from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, block_shape
+from shardwise.tensor.errors import PlainTensorError
+from shardwise.torch_internals.collectives import all_gather, wait
 
-__all__ = ["checked_shape", "found_shape"]
+__all__ = ["check_equal", "checked_shape", "digest_bytes", "inferred_shape"]
 
-_MOST_DIMS = 16
-_Row = tuple[int, ...]  # dtype, ndim, shape padded, digest of the bits
+_MAX_DIMS = 16
+_Row = tuple[int, ...]  # dtype, ndim, shape padded to _MAX_DIMS, digest of the values
 
 
 def checked_shape(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The global shape of the blocks of all ranks, after comparing them; every rank comes to the same verdict.
+    """The global shape of the blocks of all ranks, after comparing them; all ranks come to the same result.
 
-    Without `shape` it is found from the blocks, uneven ones too.
+    Args:
+        local: the block of this rank.
+        mesh: the mesh; each of its ranks takes part in one all-gather.
+        placements: one per axis.
+        shape: the global shape, or None to infer it from the blocks, uneven ones too.
     """
     axes = axes_of(mesh)
-    rows = _rows(local, mesh)
+    rows = _gather_rows(local, mesh)
     if rows is None:
         return tuple(shape) if shape is not None else tuple(local.shape)
     first = next(iter(rows.values()))
     for coord, row in rows.items():
         if row[:2] != first[:2]:
             raise LayoutError(
-                f"the block at {_at(axes, coord)} has another dtype or number of dims than the one at "
+                f"The block at {_at(axes, coord)} has another dtype or number of dims than the one at "
                 f"{_at(axes, next(iter(rows)))}.",
-                why="all blocks are parts of one tensor",
-                fix="make them alike before from_local",
+                why="All blocks are parts of one tensor.",
+                fix="Give them the same dtype and number of dims before from_local.",
             )
     shapes = {c: row[2 : 2 + row[1]] for c, row in rows.items()}
-    whole = tuple(shape) if shape is not None else _whole(shapes, axes, placements)
-    _check_shapes(shapes, Layout.of(whole, axes, placements))
-    _check_values({c: row[2 + _MOST_DIMS :] for c, row in rows.items()}, axes, placements)
-    return whole
+    full = tuple(shape) if shape is not None else _full_shape(shapes, axes, placements)
+    _check_shapes(shapes, Layout.of(full, axes, placements))
+    _check_values({c: row[2 + _MAX_DIMS :] for c, row in rows.items()}, axes, placements)
+    return full
 
 
-def found_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The global shape of the blocks of all ranks, uneven ones too, whatever their values."""
-    rows = _rows(local, mesh, values=False)
+def inferred_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The global shape of the blocks of all ranks, uneven ones too; their values are not compared."""
+    rows = _gather_rows(local, mesh, values=False)
     if rows is None:
         return tuple(local.shape)
     axes = axes_of(mesh)
     shapes = {c: row[2 : 2 + row[1]] for c, row in rows.items()}
-    whole = _whole(shapes, axes, placements)
-    _check_shapes(shapes, Layout.of(whole, axes, placements))
-    return whole
+    full = _full_shape(shapes, axes, placements)
+    _check_shapes(shapes, Layout.of(full, axes, placements))
+    return full
 
 
-def _rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[Coord, _Row] | None:
+def check_equal(plain: Tensor, mesh: DeviceMesh, what: str) -> None:
+    """Raise on all ranks if a plain tensor is not the same on every rank of a mesh; one all-gather of a digest."""
+    rows = _gather_rows(plain, mesh)
+    if rows is None:
+        return
+    axes = axes_of(mesh)
+    (first, row), *others = rows.items()
+    differing = [coord for coord, other in others if other != row]
+    if differing:
+        raise PlainTensorError(
+            f"{what} got a plain tensor of shape {tuple(plain.shape)} that differs between ranks: at "
+            f"{', '.join(_at(axes, c) for c in differing[:4])} it is not what it is at {_at(axes, first)}.",
+            why="A plain tensor beside a DTensor counts as replicated, so every rank must hold the same values.",
+            fix="Say how it is laid out: DTensor.from_local(t, mesh, placements), or make it equal on all ranks.",
+        )
+
+
+def digest_bytes(mesh: DeviceMesh) -> int:
+    """How many bytes all ranks of a mesh send for `check_equal`."""
+    n = axes_of(mesh).count
+    return 8 * (2 + _MAX_DIMS + 4) * n * (n - 1)
+
+
+def _gather_rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[Coord, _Row] | None:
+    """What there is to compare of each rank's tensor, by coord; None on a rank that is not on the mesh."""
     if isinstance(local, PerRank):
         return {c: _row(local.of_rank(r), values) for r, c in members_of(mesh).items()}
     me = coord_of(mesh)
@@ -75,16 +108,19 @@ def _rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[Coord, _
         return None
     if members_of(mesh) and torch.distributed.get_backend() == "fake":
         return {c: _row(local, values) for c in members_of(mesh).values()}
-    group = group_of(mesh, tuple(range(mesh.ndim)))
+    axes = tuple(range(mesh.ndim))
+    group = group_of(mesh, axes)
     mine = torch.tensor(_row(local, values), dtype=torch.int64, device=mesh.device_type)
-    got = torch.ops._c10d_functional.all_gather_into_tensor(mine, len(group.peers), group.name)
-    every = torch.ops._c10d_functional.wait_tensor(got).view(len(group.peers), -1).tolist()
+    if is_counting():
+        n = len(group.peers)
+        record(Sent("compare blocks", "all_gather", axes_of(mesh).names, n, Fraction(mine.nbytes * (n - 1))))
+    every = wait(all_gather(mine, len(group.peers), group.name)).view(len(group.peers), -1).tolist()
     return {c: tuple(row) for c, row in zip(group.peers, every, strict=True)}
 
 
 def _row(block: Tensor, values: bool) -> _Row:
     kind = int.from_bytes(hashlib.sha256(f"{block.dtype}{block.layout}".encode()).digest()[:4], "big")
-    shape = (*block.shape, *(-1,) * (_MOST_DIMS - block.dim()))
+    shape = (*block.shape, *(-1,) * (_MAX_DIMS - block.dim()))
     return (kind, block.dim(), *shape, *(_digest(block) if values else ()))
 
 
@@ -104,10 +140,9 @@ def _bits(t: Tensor) -> bytes:
     return bytes_of(t.detach().reshape(-1)).cpu().numpy().tobytes()
 
 
-def _whole(shapes: dict[Coord, _Row], axes: Axes, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The sum of the blocks along the axes that split each dim."""
-    origin = (0,) * len(axes)
-    first = shapes[origin]
+def _full_shape(shapes: dict[Coord, _Row], axes: Axes, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The sum of the blocks' sizes along the axes that split each dim."""
+    first = shapes[(0,) * len(axes)]
     out = []
     for d in range(len(first)):
         on = [a for a, p in enumerate(placements) if p.is_shard(d) or p.is_shard(d - len(first))]
@@ -121,9 +156,9 @@ def _check_shapes(shapes: dict[Coord, _Row], layout: Layout) -> None:
     if wrong:
         some = "; ".join(f"{_at(layout.axes, c)} has {s}, not {block_shape(layout, c)}" for c, s in wrong[:4])
         raise LayoutError(
-            f"the blocks do not make up {layout}: {some}{'; …' if len(wrong) > 4 else ''}.",
-            why="blocks are cut as torch.chunk cuts: ceil-sized, the last ones smaller or empty",
-            fix="cut them so, or distribute_tensor the whole tensor",
+            f"The blocks do not make up {layout}: {some}{'; ...' if len(wrong) > 4 else ''}.",
+            why="Dims are split as torch.chunk splits: equal blocks rounded up, the last ones smaller or empty.",
+            fix="Split them that way, or use distribute_tensor on the full tensor.",
         )
 
 
@@ -135,9 +170,9 @@ def _check_values(digests: dict[Coord, _Row], axes: Axes, placements: Sequence[P
             first = (*coord[:a], 0, *coord[a + 1 :])
             if digests[first] != digest:
                 raise LayoutError(
-                    f"the block at {_at(axes, coord)} differs from the one at {_at(axes, first)}.",
-                    why=f"axis {axes.names[a]} is Replicate(), so all ranks along it hold the same values",
-                    fix=f"use Partial() or Shard(dim) on {axes.names[a]}, or make the blocks equal",
+                    f"The block at {_at(axes, coord)} differs from the one at {_at(axes, first)}.",
+                    why=f"Axis {axes.names[a]} is Replicate(), so all ranks along it hold the same values.",
+                    fix=f"Use Partial() or Shard(dim) on {axes.names[a]}, or make the blocks equal.",
                 )
 
 

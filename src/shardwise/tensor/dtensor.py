@@ -1,32 +1,56 @@
-"""DTensor: a tensor spread over a mesh."""
+"""DTensor: a tensor that is distributed over a mesh of devices."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._C._dynamo.eval_frame as _frames
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, check_reducible
-from shardwise.layout import Layout, LayoutError, Placement, Replicate, Spec
-from shardwise.tensor.errors import MeshError
+from shardwise.comm import PerRank, axes_of
+from shardwise.layout import Layout, Placement, Spec
+from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
-__all__ = ["DTensor"]
+__all__ = ["DTensor", "Implementation", "implementation"]
+
+
+class Implementation:
+    """The functions behind the methods of `DTensor`.
+
+    They construct DTensors, so they are defined in modules that import this one; the package installs them.
+    """
+
+    from_local: Callable[..., DTensor]
+    to_local: Callable[..., Tensor]
+    redistribute: Callable[..., DTensor]
+    to_layout: Callable[[DTensor, Layout], DTensor]
+    index_of: Callable[[DTensor, Any], Any]
+    rebuild: Callable[..., DTensor]
+
+
+implementation = Implementation()
+_getitem: Any = torch.Tensor.__getitem__
+_setitem: Any = torch.Tensor.__setitem__
+_SIMPLE_INDICES = frozenset({int, slice, type(None), type(...)})
+
+
+def _is_simple(index: Any) -> bool:
+    """Whether an index has no lists or arrays, of which torch would make plain index tensors."""
+    kind = type(index)
+    return kind in _SIMPLE_INDICES or (kind is tuple and all(type(i) in _SIMPLE_INDICES for i in index))
 
 
 class DTensor(torch.Tensor):
-    """A tensor whose blocks lie on a mesh of devices, as its layout says.
+    """A tensor whose blocks are distributed over a mesh of devices, as its layout says.
 
     >>> import shardwise as sw
     >>> with sw.simulate(4):
     ...     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ...     x = sw.distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [sw.Shard(0), sw.Replicate()])
     ...     y = x.redistribute(tp=sw.Shard(1))
-    ...     print(x.layout, y.layout, y.to_local().ranks[3], torch.equal(y.full_tensor(), x.full_tensor()))
+    ...     print(x.sharding, y.sharding, y.to_local().ranks[3], torch.equal(y.full_tensor(), x.full_tensor()))
     [4:dp, 3] [4:dp, 3:tp] tensor([[ 8.],
             [11.]]) True
     """
@@ -37,47 +61,44 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-        # half the price of `_make_wrapper_subclass`: it reads `spec.tensor_meta` and sets both slots itself
-        make: Any = torch.Tensor._dtensor__new__
         if not isinstance(local_tensor, PerRank) and local_tensor.requires_grad:
             local_tensor = local_tensor.detach()
-        return make(cls, local_tensor, spec, requires_grad=requires_grad)  # type: ignore[no-any-return]
+        return new_dtensor(cls, local_tensor, spec, requires_grad)  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    # Functions on a DTensor are those of torch; only the ops beneath autograd are ours.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh the tensor lies on."""
+        """The mesh that the tensor is distributed over."""
         return self._spec.mesh  # type: ignore[no-any-return]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The layout as one placement per axis of the mesh."""
+        """The layout as one placement per mesh axis."""
         return self._spec.placements
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """How the tensor lies on the mesh: each dim's factors and the axes that split them."""
-        # torch's own Python code asks every tensor for its memory layout by this name
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return torch.strided  # type: ignore[return-value]
+    def sharding(self) -> Layout:
+        """The layout on the mesh: the factors of each dim with the axes that split them, and pending reductions.
+
+        `x.layout` is torch's attribute: the memory layout, `torch.strided`.
+        """
         return self._spec.layout
 
     @property
     def data(self) -> DTensor:
-        """The tensor without its graph; setting it replaces the blocks and their layout."""
+        """The tensor detached from its autograd graph. Assigning a DTensor replaces the blocks and the layout."""
         return torch.Tensor.data.__get__(self)  # type: ignore[no-any-return, attr-defined]
 
     @data.setter
     def data(self, new: Tensor) -> None:
         if not isinstance(new, DTensor):
             raise TypeError(
-                f"the data of a DTensor was set to {type(new).__name__}.\n"
-                "  why: nothing says how a plain tensor lies on the mesh\n"
+                f"The data of a DTensor was set to a {type(new).__name__}.\n"
+                "  why: A plain tensor does not say how it is laid out on the mesh.\n"
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
@@ -94,22 +115,41 @@ class DTensor(torch.Tensor):
         stride: tuple[int, ...] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The tensor of which each rank holds `local_tensor` as its block; differentiable, without a copy.
+        """The DTensor whose block on each rank is `local_tensor`; differentiable, and without a copy.
 
-        Without `shape` the blocks are taken to be even. `run_check` compares shapes on all ranks, and for
-        Replicate the values too, at the price of one small all-gather; uneven blocks then need no `shape`.
+        Args:
+            local_tensor: the block of this rank, on the mesh's device type.
+            device_mesh: the mesh; by default the one of the `with mesh:` around the call.
+            placements: one placement per mesh axis; by default all `Replicate()`.
+            run_check: compare the shapes on all ranks, and along `Replicate()` axes the values. Uneven blocks then need no
+                `shape`.
+            shape: the global shape; by default the blocks are taken to be even.
+            stride: the global strides; by default they follow from the block's.
+            grad_placements: the placements of the gradient with respect to `local_tensor`.
+
+        Raises:
+            LayoutError: the block does not fit the placements, or `run_check` found a difference between ranks.
+
+        With `run_check` it sends one small all-gather, else nothing.
         """
-        return _local.from_local(
+        return implementation.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements=grad_placements
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The block of this rank; differentiable.
+        """The block of this rank; differentiable, and without a copy.
 
-        The gradient of the block is taken to lie as the tensor does, which is right for a block that is used
-        alike on all ranks; if a replicated one is used differently, say `grad_placements=[Partial()]`.
+        Args:
+            grad_placements: the placements of the block's gradient. By default it is taken to have those of the tensor,
+                which is right if all ranks use a replicated block in the same way; if they do not, the gradient is a
+                partial sum: `grad_placements=[Partial()]`.
+
+        Raises:
+            LayoutError: `grad_placements` split the tensor in another way.
+
+        Nothing is communicated, except that the result of `redistribute(async_op=True)` is waited for.
         """
-        return _local.to_local(self, grad_placements)
+        return implementation.to_local(self, grad_placements)
 
     def redistribute(
         self,
@@ -121,88 +161,75 @@ class DTensor(torch.Tensor):
         backward_dtype: torch.dtype | None = None,
         **axes: Placement,
     ) -> DTensor:
-        """The same tensor in another layout, given as placements or axis by axis: `redistribute(tp=Shard(0))`.
+        """The same tensor in another layout; differentiable.
 
-        With `async_op` the last collective is waited for when the value is first used. The dtypes are those
-        to communicate in, forward and backward; the result has `forward_dtype`, the gradient this dtype.
+        Args:
+            device_mesh: the tensor's own mesh, or None; a tensor cannot move to another mesh.
+            placements: the wanted placement per mesh axis.
+            async_op: do not wait for the last collective; the result waits when it is first used.
+            forward_dtype: the dtype to communicate in, which the result has.
+            backward_dtype: the dtype to communicate the gradient in.
+            **axes: the wanted placement of single axes by name, instead of `placements`: `redistribute(tp=Shard(0))`.
+
+        Raises:
+            LayoutError: the placements do not fit the tensor or the mesh.
+            MeshError: `device_mesh` is not the tensor's mesh.
+
+        It sends the cheapest plan under the current cost model; `plan_redistribute(x.sharding, y.sharding)` prints it.
         """
-        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-            raise LayoutError(
-                f"redistribute got {device_mesh!r} for a mesh.",
-                why="the mesh comes first, then the placements",
-                fix="redistribute(placements=[…]), or by axis: redistribute(tp=Shard(0))",
-            )
-        if device_mesh is not None and device_mesh != self.device_mesh:
-            raise MeshError(
-                f"redistribute of {self._spec} to another mesh, {device_mesh}.",
-                why=f"it lies on {self.device_mesh}, and blocks move within one mesh",
-                fix="x.full_tensor() there and distribute_tensor(…, src_data_rank=None) here",
-            )
-        target = Layout.of(self.shape, axes_of(self.device_mesh), self._named(placements, axes))
-        for _, op in target.partial:
-            check_reducible(forward_dtype or self.dtype, op)
-        return _autograd.Redistribute.apply(  # type: ignore[no-any-return, no-untyped-call]
-            self, target, async_op, forward_dtype or self.dtype, backward_dtype or self.dtype
+        return implementation.redistribute(
+            self, device_mesh, placements, axes, async_op, forward_dtype, backward_dtype
         )
 
-    def _named(
-        self, placements: Sequence[Placement] | None, axes: dict[str, Placement]
-    ) -> Sequence[Placement]:
-        if placements is None and not axes:
-            raise LayoutError(
-                "placements is needed for redistribute!",
-                why="neither placements nor an axis was given",
-                fix="redistribute(placements=[Shard(0), …]), or by axis: redistribute(tp=Shard(0))",
-            )
-        if placements is not None and axes:
-            raise LayoutError(
-                f"redistribute got placements and {', '.join(axes)}.",
-                why="the layout is said once: as a whole, or axis by axis",
-                fix="drop one of the two",
-            )
-        if placements is not None:
-            return placements
-        names = axes_of(self.device_mesh)
-        out = list(self.placements)
-        for name, placement in axes.items():
-            out[names.index(name)] = placement
-        return out
-
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, on each rank; differentiable."""
-        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
-        return whole.to_local(grad_placements=grad_placements)
+        """The full tensor on each rank; differentiable.
+
+        Args:
+            grad_placements: the placements of its gradient, as for `to_local`.
+
+        It sends what `redistribute` to `Replicate()` on all axes sends.
+        """
+        return implementation.redistribute(self, None, None, None, False, None, None).to_local(
+            grad_placements=grad_placements
+        )
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return _getitem(self, index if _is_simple(index) else implementation.index_of(self, index))  # type: ignore[no-any-return]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _setitem(self, index if _is_simple(index) else implementation.index_of(self, index), value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
-        where = f"{self.device_mesh.device_type} mesh ({axes_of(self.device_mesh)})"
-        return f"DTensor({self._spec} on {where}, local_tensor={self._local_tensor!r}{grad})"
+        mesh = f"{self.device_mesh.device_type} mesh ({axes_of(self.device_mesh)})"
+        return f"DTensor({self._spec} on {mesh}, local_tensor={self._local_tensor!r}{grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
         return ["_local_tensor"], (self._spec, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], kept: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        spec, requires_grad = kept
+        spec, requires_grad = context
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
-        """A gradient as compiled code is to expect it before it has seen one: nothing of it is pending."""
-        return _autograd.redistributed(self, self.layout.with_partial({}))
+        """The gradient in the layout that compiled code assumes before it has seen one: without pending reductions."""
+        return implementation.to_layout(self, self._spec.layout.with_partial({}))
 
     def __coerce_same_metadata_as_tangent__(
         self, metadata: tuple[Spec, bool], expected_type: type | None = None
     ) -> DTensor | None:
-        """A gradient that came, in the layout that compiled code expects; None where it expects a plain tensor."""
+        """The gradient in the layout that compiled code expects; None where it expects a plain tensor."""
         if expected_type is not None and not issubclass(expected_type, DTensor):
             return None
-        return _autograd.redistributed(self, metadata[0].layout)
+        return implementation.to_layout(self, metadata[0].layout)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        is_param = bool(getattr(self, "_is_param", False))
-        return rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, is_param)
+        return implementation.rebuild, (
+            self._local_tensor.detach(), self._spec, self.requires_grad, is_parameter(self),
+        )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
@@ -210,41 +237,14 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol.\n"
-                "  why: a copy has no place in the graph that made this tensor\n"
-                "  fix: x.detach() first"
+                "  why: A copy has no place in the autograd graph that computed this tensor.\n"
+                "  fix: copy.deepcopy(x.detach())"
             )
         local = self._local_tensor.detach()
-        copy = type(self)(
-            _each(local, lambda t: t.clone()), self._spec, requires_grad=self.requires_grad
-        )  # fmt: skip
-        copy.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_local_tensor", "_spec")})
+        local = PerRank({r: t.clone() for r, t in local._blocks.items()}) if isinstance(local, PerRank) else local.clone()
+        copy = type(self)(local, self._spec, requires_grad=self.requires_grad)
+        copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
-
-
-def _each(local: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    return PerRank({r: fn(t) for r, t in local._blocks.items()}) if isinstance(local, PerRank) else fn(local)
-
-
-def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> DTensor:
-    """A DTensor from what was pickled of it."""
-    out = _sparse.made(local, spec, requires_grad=requires_grad)
-    if is_param:
-        out._is_param = True
-    return out
-
-
-# These make DTensors, so they can only come after it.
-from shardwise.dispatch.router import dispatch  # noqa: E402
-from shardwise.tensor import autograd as _autograd  # noqa: E402
-from shardwise.tensor import local as _local  # noqa: E402
-from shardwise.tensor import sparse_tensor as _sparse  # noqa: E402
-
-# static, for to bind a class method takes longer than to call this
-DTensor.__torch_dispatch__ = staticmethod(dispatch)
-# where torch.compile breaks a graph, an op runs as it stands: what it does on the way is not for compiling either
-_frames.set_code_exec_strategy(
-    dispatch.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-)

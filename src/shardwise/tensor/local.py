@@ -1,4 +1,4 @@
-"""Between plain tensors and DTensors: `from_local` and `to_local`."""
+"""Conversion between local tensors and DTensors: `from_local` and `to_local`."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ from shardwise.layout import (
     Replicate,
     Spec,
     block_shape,
+    contiguous_stride,
     global_shape,
     global_stride,
 )
-from shardwise.tensor.autograd import FromLocal, ToLocal, contiguous_stride
+from shardwise.tensor.autograd import FromLocal, ToLocal
 from shardwise.tensor.consistency import checked_shape
+from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.sparse_tensor import check_whole, made, nothing_like
+from shardwise.tensor.sparse_tensor import check_replicated
+from shardwise.torch_internals.subclass import is_parameter, mark_parameter
 
 __all__ = ["check_device", "from_local", "to_local"]
 
 
 def check_device(tensor: Tensor, mesh: DeviceMesh, what: str) -> None:
-    """Raise if a tensor is not where the mesh's devices are."""
+    """Raise if a tensor is not on the mesh's device type, or neither strided nor sparse."""
     if tensor.device.type not in (mesh.device_type, "meta"):
         raise LayoutError(
             f"{what} got a tensor on {tensor.device} for a mesh of {mesh.device_type} devices.",
-            why="blocks live on the devices of their mesh",
-            fix=f"x.to({mesh.device_type!r}) first",
+            why="Blocks are on the devices of their mesh.",
+            fix=f"Move it first: x.to({mesh.device_type!r})",
         )
     if tensor.layout is not torch.strided and not is_sparse(tensor):
         raise LayoutError(
             f"{what} got a tensor of layout {tensor.layout}.",
-            why="blocks are strided tensors, or sparse",
-            fix="x.to_dense() first",
+            why="Blocks are strided or sparse tensors.",
+            fix="Convert it first: x.to_dense()",
         )
 
 
@@ -71,36 +74,36 @@ def from_local(
     if isinstance(local, DTensor) or not isinstance(local, Tensor):
         raise LayoutError(
             f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value.",
-            why="a block is a plain tensor",
-            fix="x.to_local() for its block, or x.redistribute(…) for another layout",
+            why="A block is a plain tensor.",
+            fix="Pass x.to_local(), or use x.redistribute(...) for another layout.",
         )
     if isinstance(local, PerRank):
-        local = _on_mesh(local, mesh)
-    asked = (placements, shape, stride)
-    plain = all(x is None or isinstance(x, Sequence) for x in asked)  # what is not has its error to come
-    if run_check or is_simulated() or isinstance(local, PerRank) or not plain or local.layout is not _STRIDED:
+        local = _blocks_on(local, mesh)
+    given = (placements, shape, stride)
+    cacheable = all(x is None or isinstance(x, Sequence) for x in given)  # others raise in `_spec`
+    if run_check or is_simulated() or isinstance(local, PerRank) or not cacheable or local.layout is not _STRIDED:
         spec = _spec(local, mesh, placements, run_check, shape, stride)
     else:
-        given = tuple([None if x is None else tuple(x) for x in asked])
-        key = (given, local.shape, local.stride(), local.dtype, local.device)
-        spec = _known.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
-    lie = None if grad_placements is None else _grads_lie(spec.layout, grad_placements, "from_local")
+        known = tuple([None if x is None else tuple(x) for x in given])
+        key = (known, local.shape, local.stride(), local.dtype, local.device)
+        spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
+    grads = None if grad_placements is None else _grads_layout(spec.layout, grad_placements, "from_local")
     if isinstance(local, PerRank) or is_simulated():
         ranks = tuple(members_of(mesh))
         if isinstance(local, PerRank):
             blocks = tuple(local.of_rank(r) for r in ranks)
         else:
             blocks = _Spread.apply(local, len(ranks))  # type: ignore[no-untyped-call]
-        return FromLocal.apply(spec, lie, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
+        return FromLocal.apply(spec, grads, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
     if coord_of(mesh) is None:
-        # a rank that is not on the mesh holds nothing, whatever was passed
-        local = nothing_like(local).requires_grad_(local.requires_grad)
+        # a rank that is not on the mesh holds no elements, whatever was passed
+        local = empty_like_block(local).requires_grad_(local.requires_grad)
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return DTensor(local.detach(), spec) if spec.stride is not None else made(local.detach(), spec)
-    return FromLocal.apply(spec, lie, None, local)  # type: ignore[no-any-return, no-untyped-call]
+        return from_block(local.detach(), spec)
+    return FromLocal.apply(spec, grads, None, local)  # type: ignore[no-any-return, no-untyped-call]
 
 
-_known = PerMesh(most=1024)
+_specs = PerMesh(most=1024)
 _STRIDED = torch.strided
 
 
@@ -112,13 +115,13 @@ def _spec(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> Spec:
-    """The spec of blocks like this one, after everything about them is checked."""
+    """The spec of the DTensor with this block, after all checks."""
     check_device(local, mesh, "DTensor.from_local")
     if stride is not None and shape is None:
         raise LayoutError(
             f"from_local got stride {tuple(stride)} without shape.",
-            why="strides say nothing of sizes. Please pass both shape and stride at the same time.",
-            fix="pass shape= as well",
+            why="Strides do not determine sizes. Please pass both shape and stride at the same time.",
+            fix="from_local(local, mesh, placements, shape=..., stride=...)",
         )
     if placements is None:
         placements = [Replicate()] * mesh.ndim
@@ -128,49 +131,49 @@ def _spec(
     layout = _layout(local, mesh, placements, run_check, shape)
     first = local.ranks[0] if isinstance(local, PerRank) else local
     if is_sparse(local):
-        check_whole(layout, "from_local")
+        check_replicated(layout, "from_local")
         return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), None)
     if stride is not None:
-        whole_stride = tuple(stride)
-        if len(whole_stride) != layout.ndim:
+        full_stride = tuple(stride)
+        if len(full_stride) != layout.ndim:
             raise LayoutError(
-                f"from_local got stride {whole_stride} for shape {layout.shape}.",
-                why=f"each of the {layout.ndim} dims has one",
-                fix="leave stride out: it follows from the block's",
+                f"from_local got stride {full_stride} for shape {layout.shape}.",
+                why=f"There is one stride for each of the {layout.ndim} dims.",
+                fix="Leave stride out; it follows from the block's.",
             )
     elif first.dim() == layout.ndim:
-        whole_stride = global_stride(layout.shape, first.stride())
+        full_stride = global_stride(layout.shape, first.stride())
     else:
-        whole_stride = contiguous_stride(layout.shape)
-    return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), whole_stride)
+        full_stride = contiguous_stride(layout.shape)
+    return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), full_stride)
 
 
-def _on_mesh(local: PerRank, mesh: DeviceMesh) -> PerRank:
-    """The blocks of the mesh's own ranks: what the others hold is no part of the tensor."""
+def _blocks_on(local: PerRank, mesh: DeviceMesh) -> PerRank:
+    """The blocks of the mesh's own ranks; other ranks hold no part of the tensor."""
     ranks = members_of(mesh)
     if lack := [r for r in ranks if r not in local._blocks]:
         raise LayoutError(
-            f"from_local got blocks of ranks {tuple(local._blocks)}, and none of {', '.join(map(str, lack))}.",
-            why=f"each rank of the mesh holds a block, and the mesh is of ranks {tuple(ranks)}",
-            fix="make them with shardwise.per_rank(lambda rank: …)",
+            f"from_local got blocks of ranks {tuple(local._blocks)}, but not of {', '.join(map(str, lack))}.",
+            why=f"Each rank of the mesh holds a block, and the mesh has ranks {tuple(ranks)}.",
+            fix="Create them with shardwise.per_rank(lambda rank: ...).",
         )
     return PerRank({r: local.of_rank(r) for r in ranks})
 
 
-def _grads_lie(layout: Layout, placements: Sequence[Placement], what: str) -> Layout:
+def _grads_layout(layout: Layout, placements: Sequence[Placement], what: str) -> Layout:
     """The layout of the blocks' gradients, which have the blocks' shapes."""
-    lie = Layout.of(layout.shape, layout.axes, placements)
-    if lie.dims != layout.dims:
+    grads = Layout.of(layout.shape, layout.axes, placements)
+    if grads.dims != layout.dims:
         raise LayoutError(
-            f"{what} of {layout} got grad_placements that are {lie}.",
-            why="the gradient of a block is about the same elements, so the same axes split the same dims",
-            fix="keep Shard where the tensor has it; Replicate and Partial may be exchanged",
+            f"{what} of {layout} got grad_placements that give {grads}.",
+            why="The gradient of a block has the block's elements, so the same axes split the same dims.",
+            fix="Keep Shard where the tensor has it; Replicate and Partial may be exchanged.",
         )
-    return lie
+    return grads
 
 
 class _Spread(torch.autograd.Function):
-    """A plain tensor in a simulation: the same block on every rank, each in memory of its own."""
+    """A plain tensor in a simulation: the same block on every rank, each with its own memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: int) -> tuple[Tensor, ...]:
@@ -181,9 +184,9 @@ class _Spread(torch.autograd.Function):
         first, *others = (g.to_dense() for g in grads)
         if any(not torch.equal(g, first) for g in others):
             raise RuntimeError(
-                "the gradient of a plain tensor given to from_local differs between the simulated ranks.\n"
-                "  why: each rank has its own copy of the block and so its own gradient; one tensor cannot hold both\n"
-                "  fix: from_local(shardwise.per_rank(lambda rank: x.detach().clone().requires_grad_()), …)"
+                "The gradient of a plain tensor passed to from_local differs between the simulated ranks.\n"
+                "  why: Each rank has its own copy of the block and its own gradient; one tensor cannot hold all of them.\n"
+                "  fix: from_local(shardwise.per_rank(lambda rank: x.detach().clone().requires_grad_()), ...)"
             )
         return grads[0], None
 
@@ -195,7 +198,7 @@ def _layout(
     run_check: bool,
     shape: Sequence[int] | None,
 ) -> Layout:
-    """The layout of blocks like this one, with the block held against it."""
+    """The layout of the DTensor with this block, after comparing the block's shape with it."""
     axes = axes_of(mesh)
     if run_check and mesh.size() > 1:
         shape = checked_shape(local, mesh, placements, shape)
@@ -214,20 +217,20 @@ def _layout(
     for rank, coord in places.items():
         if tuple(blocks[rank].shape) != block_shape(layout, coord):
             raise LayoutError(
-                f"rank {rank} has a block of shape {tuple(blocks[rank].shape)} where {layout} has one of "
+                f"Rank {rank} has a block of shape {tuple(blocks[rank].shape)} where {layout} has one of "
                 f"{block_shape(layout, coord)}.",
-                why="blocks are cut as torch.chunk cuts: ceil-sized, the last ones smaller or empty",
-                fix="pass the global shape=, or distribute_tensor the whole tensor",
+                why="Dims are split as torch.chunk splits: equal blocks rounded up, the last ones smaller or empty.",
+                fix="Pass the global shape=, or use distribute_tensor on the full tensor.",
             )
     return layout
 
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `DTensor.to_local`."""
-    lie = None if grad_placements is None else _grads_lie(x.layout, grad_placements, "to_local")
+    grads = None if grad_placements is None else _grads_layout(x._spec.layout, grad_placements, "to_local")
     local = x._local_tensor
     if torch.is_grad_enabled():
-        blocks = ToLocal.apply(x, lie)  # type: ignore[no-untyped-call]
+        blocks = ToLocal.apply(x, grads)  # type: ignore[no-untyped-call]
         result = (
             PerRank(dict(zip(local._blocks, blocks, strict=True)))
             if isinstance(local, PerRank)
@@ -235,8 +238,8 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         )
     else:
         result = local
-    if getattr(x, "_is_param", False) and not isinstance(result, PerRank):
-        # the block of a parameter is one too; on a fresh tensor, so that ours stays unmarked
+    if is_parameter(x) and not isinstance(result, PerRank):
+        # the block of a parameter is a parameter; a new tensor is marked, and not the block itself
         result = detached(result) if result is local else result
-        result._is_param = True
+        mark_parameter(result)
     return result

@@ -1,87 +1,61 @@
-"""Policy: what happens when an op would communicate without being asked, or meets a plain tensor."""
+"""Policy: whether ops may communicate unasked, and what a plain tensor beside a DTensor counts as."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, get_args
 
-from shardwise.layout import LayoutError
-from shardwise.plan import Plan
+from shardwise.plan.settings import Implicit, Plain, override_settings
 
-__all__ = ["CommunicationError", "Implicit", "implicit_replication", "mind", "policy", "replicates"]
-
-Implicit = Literal["allow", "warn", "error"]
-
-_implicit: ContextVar[Implicit] = ContextVar("implicit", default="allow")
-_replicates: ContextVar[bool] = ContextVar("replicates", default=False)
-
-
-class CommunicationError(LayoutError):
-    """An op would have communicated where that is forbidden."""
+__all__ = ["implicit_replication", "policy"]
 
 
 @contextmanager
-def policy(*, implicit: Implicit = "allow") -> Iterator[None]:
-    """Say what happens inside the block when an op would communicate without being asked to.
+def policy(*, implicit: Implicit | None = None, plain: Plain | None = None) -> Iterator[None]:
+    """Set what ops inside the block may do unasked; what is not given stays as it is outside.
+
+    Args:
+        implicit: what happens when an op would communicate although the program did not ask for it: `"allow"` (the default
+            outside any block), `"warn"`, or `"error"`, which raises before anything is sent. `redistribute`, `full_tensor`,
+            `item()`, `bool()`, `equal` and the like are requests and always run.
+        plain: what a plain tensor beside a DTensor counts as: `"error"` (the default outside any block) refuses it, `"replicate"`
+            takes it to be the same on every rank, `"check"` compares its values on all ranks first, at the price of one small
+            all-gather per call. Numbers and tensors with one element always count as replicated.
+
+    Raises:
+        ValueError: a value is none of the above.
+
+    The block itself communicates nothing.
 
     >>> import torch, shardwise as sw
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     x = sw.distribute_tensor(torch.eye(4), mesh, [sw.Shard(0)])
     ...     with sw.policy(implicit="error"):
-    ...         y = x + x                       # nothing to send
+    ...         y = x + x                       # sends nothing
     ...         x.cumsum(0)
     Traceback (most recent call last):
-    shardwise.tensor.policy.CommunicationError: aten.cumsum.default would communicate: 64 B.
-      why: it runs on [4, 4], and [4:tp, 4] must move: all-gather over tp: [4:tp, 4] -> [4, 4]
-      fix: redistribute first, or allow it with policy(implicit="allow")
+    shardwise.tensor.errors.CommunicationError: aten.cumsum.default would communicate 64 B unasked.
+      why: It runs on [4, 4], so [4:tp, 4] must move: all-gather over tp: [4:tp, 4] -> [4, 4].
+      fix: Redistribute the operands first, or allow it: with policy(implicit="allow"): ...
     """
-    if implicit not in ("allow", "warn", "error"):
-        raise ValueError(
-            f"policy(implicit={implicit!r}) is not one.\n"
-            "  why: an op that would communicate is allowed, warned of, or refused\n"
-            '  fix: use "allow", "warn" or "error"'
-        )
-    token = _implicit.set(implicit)
-    try:
+    _check("implicit", implicit, get_args(Implicit))
+    _check("plain", plain, get_args(Plain))
+    with override_settings(implicit=implicit, plain=plain):
         yield
-    finally:
-        _implicit.reset(token)
+
+
+def _check(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        listed = ", ".join(f'"{a}"' for a in allowed)
+        raise ValueError(
+            f"policy() got {name}={value!r}.\n  why: {name} is one of {listed}.\n  fix: policy({name}={allowed[-1]!r})."
+        )
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Take plain tensors that meet DTensors inside the block to be the same on every rank."""
-    token = _replicates.set(True)
-    try:
+    """Take plain tensors beside DTensors to be the same on every rank inside the block: `policy(plain="replicate")`."""
+    with override_settings(plain="replicate"):
         yield
-    finally:
-        _replicates.reset(token)
-
-
-def replicates() -> bool:
-    """Whether plain tensors count as replicated."""
-    return _replicates.get()
-
-
-def mind(func: Any, plans: Sequence[Plan | None]) -> None:
-    """Apply the policy to what an op is about to send."""
-    how = _implicit.get()
-    if how == "allow":
-        return
-    sending = [plan for plan in plans if plan is not None and plan.collectives]
-    if not sending:
-        return
-    sent = sum(plan.bytes for plan in sending)
-    steps = "; ".join(f"{plan.source} must move: {', '.join(map(str, plan.steps))}" for plan in sending)
-    error = CommunicationError(
-        f"{func} would communicate: {sent:,} B.",
-        why=f"it runs on {', '.join(str(plan.target) for plan in sending)}, and {steps}",
-        fix='redistribute first, or allow it with policy(implicit="allow")',
-    )
-    if how == "error":
-        raise error
-    warnings.warn(str(error), stacklevel=2)

@@ -1,4 +1,4 @@
-"""Seeding, and the place in the stream of each call that draws."""
+"""Seeding, and the position in the random stream of each call that draws."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerMesh, agreed, coord_of, is_simulated, siblings_of
+from shardwise.comm import PerMesh, agreed, axes_of, coord_of, is_simulated, siblings_of
 from shardwise.random.philox import Draw
 from shardwise.random.stream import EVERYONE, begin, own_stream, restore, snapshot, stream_of
+from shardwise.tensor.implicit import announce
 
 __all__ = ["draw_from", "fork_rng", "get_rng_state", "manual_seed", "next_draw", "set_rng_state"]
 
-_kept = PerMesh()
+_keys = PerMesh()
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
-    """Begin the stream that random ops on DTensors draw from, and `shardwise.rand` and its like on plain tensors.
+    """Seed the random stream that ops on DTensors draw from, and `shardwise.rand` and its like on plain tensors.
 
-    Every rank gives the same seed; nothing is sent. With a mesh that is only a part of the world, the mesh gets a
-    stream of its own: what is drawn on it moves no one else's. torch's own generator is not touched, but
-    `torch.manual_seed` begins everyone's stream too.
+    torch's own generator is not changed. `torch.manual_seed` seeds this stream too.
+
+    Args:
+        seed: the same integer of 64 bits on every rank.
+        device_mesh: seed only the stream of this mesh. If the mesh is a part of the world it then has its own stream, and
+            draws on it do not advance the stream of other meshes.
+
+    Raises:
+        RuntimeError: this rank is not on `device_mesh`.
+        ValueError: `seed` does not fit into 64 bits.
+
+    Nothing is communicated.
 
     >>> import shardwise as sw
     >>> sw.manual_seed(7)
@@ -38,26 +48,41 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
     if device_mesh is not None and not is_simulated() and coord_of(device_mesh) is None:
         raise RuntimeError(
             "manual_seed requires the current rank to be a part of the device mesh.\n"
-            f"  why: this rank is not on {device_mesh}, holds nothing of its tensors and draws nothing for them\n"
-            "  fix: call it only where mesh.get_coordinate() is not None, or without device_mesh for everyone"
+            f"  why: This rank is not on {device_mesh}, so it holds no blocks of its tensors and draws nothing for them.\n"
+            "  fix: Call it only where mesh.get_coordinate() is not None, or without device_mesh for all ranks."
         )
     number = int(seed)
     if not -(2**63) <= number < 2**64:
         raise ValueError(
-            f"manual_seed({seed}) is not a seed.\n"
-            "  why: a seed has 64 bits\n"
-            "  fix: use a number from -2**63 to 2**64 - 1"
+            f"manual_seed got {seed}.\n"
+            "  why: A seed has 64 bits.\n"
+            "  fix: Use a number from -2**63 to 2**64 - 1."
         )
     begin(EVERYONE if device_mesh is None else _key(device_mesh), number)
 
 
 def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
-    """Where the stream is: 16 bytes that can be kept in a checkpoint and given to `set_rng_state`."""
+    """The state of the random stream: 16 bytes, for a checkpoint, that `set_rng_state` accepts.
+
+    Args:
+        device_mesh: the state of this mesh's stream, if it has one of its own.
+
+    Nothing is communicated.
+    """
     return stream_of(EVERYONE if device_mesh is None else _key(device_mesh)).to_bytes()
 
 
 def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> None:
-    """Go on from where the stream was when `get_rng_state` returned this. A mesh does so in a stream of its own.
+    """Continue the random stream from a state that `get_rng_state` returned.
+
+    Args:
+        new_state: the state, the same on every rank.
+        device_mesh: give this mesh a stream of its own that continues from there.
+
+    Raises:
+        ValueError: `new_state` is not such a state.
+
+    Nothing is communicated.
 
     >>> import shardwise as sw
     >>> here = sw.get_rng_state()
@@ -71,28 +96,44 @@ def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> N
 
 @contextmanager
 def fork_rng(enabled: bool = True) -> Iterator[None]:
-    """Whatever is drawn or seeded inside, the streams are afterwards where they were before."""
-    stream_of()  # a seed that torch's generator was given before counts before
+    """Restore all random streams after the block, whatever is drawn or seeded inside.
+
+    Args:
+        enabled: False makes the block do nothing.
+
+    Nothing is communicated.
+    """
+    stream_of()  # notices a seed that torch's generator was given before the block
     before = snapshot()
     try:
         yield
     finally:
-        if enabled:  # one that it was given inside, and keeps, does not
+        if enabled:  # a seed that torch's generator got inside the block, and keeps, is not noticed later
             restore(before._replace(heeded=torch.initial_seed()))
 
 
 def next_draw(mesh: DeviceMesh | None = None) -> Draw:
-    """The place in the stream of one call on a mesh, or on plain tensors."""
+    """The position in the stream of one call on a mesh, or on plain tensors.
+
+    After `torch.manual_seed` the ranks may have different seeds: the first draw on a mesh then broadcasts one.
+    """
     if mesh is None:
         return stream_of().next()
     stream = stream_of(key := _key(mesh))
     if stream.by_torch and key not in stream.met:
+        axes = axes_of(mesh)
+        announce(
+            "A random op",
+            8 * sum(axes.count // n * (n - 1) for n in axes.sizes),
+            "Only torch's generator was seeded, which may differ between ranks, so they agree on a seed first.",
+            "Seed with shardwise.manual_seed(seed), which sends nothing",
+        )
         stream.seed, stream.met = agreed(mesh, stream.seed), stream.met | {key}
     return stream.next()
 
 
 def draw_from(generator: torch.Generator | None, mesh: DeviceMesh | None = None) -> Draw:
-    """The place of one call: in the stream, or given by a generator that the caller passed, which moves on."""
+    """The position of one call: in the stream, or drawn from a generator that the caller passed."""
     if generator is None:
         return next_draw(mesh)
     low, high = torch.randint(0, 2**32, (2,), generator=generator, device=generator.device).tolist()
@@ -100,11 +141,11 @@ def draw_from(generator: torch.Generator | None, mesh: DeviceMesh | None = None)
 
 
 def _key(mesh: DeviceMesh) -> Hashable:
-    """Which ranks a mesh has, and whether they are all there are."""
+    """What identifies the stream of a mesh: its ranks, or `EVERYONE` if it has all ranks of the world."""
 
     def make() -> Hashable:
         rows = siblings_of(mesh)
-        all_there_are = len(rows) == 1 and len(rows[0]) == dist.get_world_size()
-        return EVERYONE if all_there_are else tuple(tuple(sorted(row)) for row in rows)
+        is_world = len(rows) == 1 and len(rows[0]) == dist.get_world_size()
+        return EVERYONE if is_world else tuple(tuple(sorted(row)) for row in rows)
 
-    return _kept.get(mesh, "key", make)
+    return _keys.get(mesh, "key", make)

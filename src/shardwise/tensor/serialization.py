@@ -1,20 +1,21 @@
-"""What `torch.load(weights_only=True)` may make: DTensors, of the values that are saved with them."""
+"""What `torch.load(weights_only=True)` may construct: DTensors and the values they are saved with."""
 
 from __future__ import annotations
 
 import torch
-from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank
 from shardwise.layout import Axes, Factor, Layout, Spec
-from shardwise.tensor.dtensor import DTensor, rebuild
+from shardwise.tensor.construct import rebuild
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.serialization import mesh_layout_classes
 
 __all__ = ["allow_loading"]
 
 
 def allow_loading() -> None:
-    """Name the classes that a saved DTensor consists of as safe to load; none of them runs what it is given."""
+    """Declare the classes of a saved DTensor safe to load; none of them executes what it is given."""
     torch.serialization.add_safe_globals(
-        [DTensor, rebuild, Spec, Layout, Axes, Factor, PerRank, DeviceMesh, _MeshLayout, _FlatLayout]
+        [DTensor, rebuild, Spec, Layout, Axes, Factor, PerRank, DeviceMesh, *mesh_layout_classes()]
     )

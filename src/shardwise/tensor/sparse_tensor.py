@@ -1,8 +1,7 @@
-"""Sparse DTensors: every rank holds the whole, in torch's own form."""
+"""Sparse DTensors: each rank holds the full sparse tensor, in one of torch's own sparse layouts."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor
 from shardwise.comm import PerRank, detached, is_sparse, map_ranks
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.subclass import make_wrapper
 
-__all__ = ["Sparse", "check_whole", "holds_sparse", "made", "moved", "nothing_like", "stride_of"]
+__all__ = ["SparseDTensor", "check_replicated", "holds_sparse", "redistribute_sparse"]
 
 
-class Sparse(DTensor):
-    """A sparse tensor that every rank holds; a class of its own so that no other tensor pays for the question.
+class SparseDTensor(DTensor):
+    """A sparse tensor that is replicated on every rank; a subclass, so that dense tensors need no check.
 
     >>> import shardwise as sw
     >>> with sw.simulate(2):
@@ -29,11 +29,11 @@ class Sparse(DTensor):
     __slots__ = ()
 
     @staticmethod
-    def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> Sparse:
+    def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> SparseDTensor:
         if not isinstance(local_tensor, PerRank) and local_tensor.requires_grad:
             local_tensor = local_tensor.detach()
-        # torch knows COO by a tensor's keys, and has to ask which of the compressed kinds it is
-        self = torch.Tensor._make_wrapper_subclass(
+        # dispatch_layout: the dispatch key tells COO from compressed layouts, but not which compressed one it is
+        self: SparseDTensor = make_wrapper(
             cls,
             spec.shape,
             dtype=spec.dtype,
@@ -46,24 +46,16 @@ class Sparse(DTensor):
         return self
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """How the tensor lies on the mesh; to torch's own code, which kind of sparse it is."""
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return self._local_tensor.layout  # type: ignore[return-value]
-        return self._spec.layout
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        """Which of torch's sparse layouts the tensor has."""
+        return self._local_tensor.layout
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], kept: tuple[Spec, bool], outer_size: Any, outer_stride: Any
-    ) -> Sparse:
-        spec, requires_grad = kept
-        return Sparse(inner["_local_tensor"], spec, requires_grad=requires_grad)
-
-
-def made(local: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-    """The DTensor of a block: a sparse one, if its spec says so."""
-    kind = Sparse if spec.stride is None else DTensor
-    return kind(local, spec, requires_grad=requires_grad)
+        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+    ) -> SparseDTensor:
+        spec, requires_grad = context
+        return SparseDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
 
 def holds_sparse(t: Tensor) -> bool:
@@ -71,31 +63,18 @@ def holds_sparse(t: Tensor) -> bool:
     return t._spec.stride is None if isinstance(t, DTensor) else is_sparse(t)
 
 
-def stride_of(local: Tensor) -> tuple[int, ...] | None:
-    """The strides of a block, as its spec has them."""
-    if is_sparse(local):
-        return None
-    return tuple(local.ranks[0].stride() if isinstance(local, PerRank) else local.stride())
-
-
-def check_whole(layout: Layout, what: str) -> None:
-    """Raise if a layout is none that a sparse tensor can have."""
+def check_replicated(layout: Layout, what: str) -> None:
+    """Raise if a sparse tensor cannot have a layout."""
     if layout.sharded or layout.partial:
         raise LayoutError(
-            f"{what} of a sparse tensor as {layout}.",
-            why="a sparse tensor lies whole on every rank: only its values say which blocks its elements would be in",
-            fix="Replicate() on every axis, or x.to_dense() first",
+            f"{what} got a sparse tensor for the layout {layout}.",
+            why="A sparse tensor is replicated: only its values say which blocks its elements would belong to.",
+            fix="Use Replicate() on every axis, or x.to_dense() first.",
         )
 
 
-def moved(x: DTensor, target: Layout, dtype: torch.dtype) -> DTensor:
-    """A sparse tensor in another layout, of which there is none but its own."""
-    check_whole(target, f"redistribute({x._spec})")
+def redistribute_sparse(x: DTensor, target: Layout, dtype: torch.dtype) -> DTensor:
+    """A sparse tensor in another dtype; the only layout it can have is its own."""
+    check_replicated(target, f"redistribute({x._spec})")
     local = x._local_tensor if dtype == x.dtype else x._local_tensor.to(dtype)
-    return Sparse(map_ranks(detached, local), x._spec.with_dtype(dtype))
-
-
-def nothing_like(t: Tensor) -> Tensor:
-    """What a rank that is not on the mesh holds of a tensor: nothing, or no element of a sparse one."""
-    first = t.ranks[0] if isinstance(t, PerRank) else t
-    return torch.zeros_like(first).requires_grad_(False) if is_sparse(first) else first.new_empty(0)
+    return SparseDTensor(map_ranks(detached, local), x._spec.with_dtype(dtype))

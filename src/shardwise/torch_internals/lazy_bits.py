@@ -1,35 +1,40 @@
-"""Flags by which a tensor stands for its conjugate or its negative, and ops that must heed them.
+"""The lazy conjugate and negative bits of tensors.
 
-Inside `__torch_dispatch__` torch does not look at them any more: they have been seen to, as it thinks. But an op on the
-blocks may be made of others, and conjugate on the way; what it then reads would be wrong without a word.
+Inside `__torch_dispatch__` torch no longer resolves these bits: it assumes that they have been resolved above. But an op on
+local tensors may be a composite that conjugates on the way, and would then read values that are not conjugated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardwise.dispatch.fast_path import Run
-
-__all__ = ["heeding"]
+__all__ = ["resolving_lazy_bits"]
 
 _KEYS = ("Conjugate", "Negative")
-_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
-def heeding(go: Run) -> Run:
-    """The same, with flags heeded."""
+def resolving_lazy_bits(
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """The same function of arguments, run so that torch resolves conjugate and negative bits.
 
-    def heeded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        off = [key for key in _KEYS if _excluded(key)]
-        for key in off:
-            _exclude(key, False)
+    >>> resolving_lazy_bits(lambda args, kwargs: args[0].conj().resolve_conj())((torch.tensor([1j]),), {})
+    tensor([-0.-1.j])
+    """
+
+    def resolving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        excluded = [key for key in _KEYS if _is_excluded(key)]
+        for key in excluded:
+            _set_excluded(key, False)
         try:
-            return go(args, kwargs)
+            return run(args, kwargs)
         finally:
-            for key in off:
-                _exclude(key, True)
+            for key in excluded:
+                _set_excluded(key, True)
 
-    return heeded
+    return resolving

@@ -1,0 +1,90 @@
+"""OpCall: one call of an op on DTensors, with what the decision how to run it needs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.call.arguments import tensors_in
+from shardwise.call.meta import infer_outputs
+from shardwise.call.schema import op_info
+from shardwise.comm import PerRank, axes_of
+from shardwise.layout import Axes, Layout
+from shardwise.plan import Plan, plan_redistribute
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["OpCall", "replication_plans"]
+
+
+class OpCall:
+    """An op and its arguments. What is derived from them is computed once, when it is first asked for."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.info = op_info(func)
+        self.tensors: list[Tensor] = tensors_in([*args, *kwargs.values()])
+
+    @cached_property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name, with defaults."""
+        return self.info.bind(self.args, self.kwargs)
+
+    @cached_property
+    def first(self) -> DTensor:
+        """The first DTensor, whose mesh is that of the call."""
+        return next(t for t in self.tensors if isinstance(t, DTensor))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.first.device_mesh
+
+    @property
+    def axes(self) -> Axes:
+        return axes_of(self.mesh)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether all ranks of the mesh are simulated in this process."""
+        return isinstance(self.first._local_tensor, PerRank)
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """The layouts of the tensors; plain tensors count as replicated."""
+        return [
+            t._spec.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, self.axes) for t in self.tensors
+        ]
+
+    @cached_property
+    def outputs(self) -> list[Any] | None:
+        """The results on the meta device; None where they cannot be inferred."""
+        return infer_outputs(self.func, self.args, self.kwargs)
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        """The tensors that the op writes to."""
+        given = [(i, self.info.arguments[i].name) for i in self.info.written]
+        return tensors_in(self.args[i] if i < len(self.args) else self.kwargs.get(name) for i, name in given)
+
+    @property
+    def returned(self) -> Any:
+        """The argument that the op writes to and returns, or None."""
+        return self.info.returned_argument(self.args, self.kwargs)
+
+    @cached_property
+    def replication_plans(self) -> list[Plan]:
+        """What all-gathers every DTensor of the call."""
+        return replication_plans(self.tensors)
+
+
+def replication_plans(tensors: list[Tensor]) -> list[Plan]:
+    """The plans that replicate each DTensor among some tensors."""
+    return [
+        plan_redistribute(
+            t._spec.layout, Layout.replicated(t.shape, t._spec.layout.axes), t.dtype.itemsize
+        )
+        for t in tensors
+        if isinstance(t, DTensor)
+    ]

@@ -1,0 +1,100 @@
+"""Checking the operands of a call: one mesh, and no plain tensor that nothing explains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.call.op_call import OpCall
+from shardwise.comm import PerRank
+from shardwise.plan.settings import current_settings
+from shardwise.tensor.consistency import check_equal, digest_bytes
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.errors import MeshError, PlainTensorError
+from shardwise.tensor.implicit import announce
+from shardwise.torch_internals.autograd import in_backward
+
+__all__ = ["check_operands", "compare_plain", "plain_key", "plain_tensors_to_compare", "refuse_plain"]
+
+aten = torch.ops.aten
+
+# Operands that torch's own Python functions create as plain tensors when the caller gives none. What they create is the same
+# on every rank if torch's generators are, so their values are compared before they count as replicated.
+_CREATED_BY_TORCH: dict[Any, str] = {
+    aten._embedding_bag.default: "offsets",
+    aten._embedding_bag_forward_only.default: "offsets",
+    aten.fractional_max_pool2d.default: "random_samples",
+    aten.fractional_max_pool3d.default: "random_samples",
+}
+
+
+def plain_key(t: Tensor) -> Any:
+    """What decides how a plain operand is treated; part of the key under which a call's route is cached."""
+    form = (t.shape, t.layout if t.layout is not torch.strided else t.stride(), t.dtype, t.device)
+    return form if t.numel() == 1 else (current_settings().plain, in_backward(), form)
+
+
+def check_operands(call: OpCall) -> None:
+    """Raise if the operands of a call are on several meshes, or a plain one is not explained."""
+    for t in call.tensors:
+        if isinstance(t, DTensor):
+            if t.device_mesh != call.mesh:
+                raise MeshError(
+                    f"{call.func} got tensors on {call.mesh} and on {t.device_mesh}.",
+                    why="An op runs on one mesh. A tensor on a larger mesh joins one on a sub-mesh of it only if it is "
+                    "replicated along the other axes, is not written to and needs no gradient.",
+                    fix="Distribute both over one mesh.",
+                )
+        elif not _counts_as_replicated(call, t):
+            raise refuse_plain(call.func, t, call.first)
+
+
+def refuse_plain(func: Any, t: Tensor, beside: DTensor) -> PlainTensorError:
+    """The error for a plain tensor beside a DTensor."""
+    return PlainTensorError(
+        f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
+        f"a plain tensor of shape {tuple(t.shape)} beside {beside._spec}.",
+        why="Nothing says whether the plain tensor is replicated, a block, or a partial value.",
+        fix='Wrap it: distribute_tensor(t, mesh, [Replicate()]) or DTensor.from_local(t, mesh, placements); or declare all '
+        'plain tensors replicated: with policy(plain="replicate"): ...',
+    )
+
+
+def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
+    """Tensors with one element do, what autograd creates in a backward pass, and what the policy says."""
+    return (
+        t.numel() == 1
+        or in_backward()
+        or current_settings().plain != "error"
+        or t is call.named.get(_CREATED_BY_TORCH.get(call.func, ""))
+    )
+
+
+def plain_tensors_to_compare(call: OpCall) -> list[int]:
+    """The plain operands, by position among the tensors, that must be compared between ranks on every call."""
+    if in_backward():
+        return []
+    everything = current_settings().plain == "check"
+    created = call.named.get(_CREATED_BY_TORCH.get(call.func, ""))
+    return [
+        i
+        for i, t in enumerate(call.tensors)
+        if not isinstance(t, DTensor) and t.numel() != 1 and (everything or t is created)
+        # a simulation has one plain tensor for all ranks, unless it is a PerRank
+        and (isinstance(t, PerRank) or not call.simulated)
+    ]
+
+
+def compare_plain(func: Any, tensors: list[Tensor], positions: list[int], mesh: Any) -> None:
+    """Compare plain operands between ranks, and raise on all of them if they differ."""
+    for i in positions:
+        if current_settings().plain != "check":
+            announce(
+                func,
+                digest_bytes(mesh),
+                "torch created one of its operands as a plain tensor, which is compared between ranks.",
+                "Pass that operand as a DTensor",
+            )
+        check_equal(tensors[i], mesh, str(func))

@@ -1,0 +1,163 @@
+"""Scoped settings: which communication is allowed, what a plain tensor counts as, and what communication costs.
+
+All of them are one immutable value in one context variable, so that a context restores everything it changed. What is
+decided under a cost model is cached in the `Decisions` of that model, so that no cached decision outlives its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from shardwise.plan.cost import DEFAULT_COSTS, CostModel
+
+__all__ = [
+    "Decisions",
+    "Implicit",
+    "Plain",
+    "Settings",
+    "costs",
+    "current_costs",
+    "current_settings",
+    "forget_decisions",
+    "override_settings",
+    "share_with_other_threads",
+]
+
+Implicit = Literal["allow", "warn", "error"]
+Plain = Literal["error", "check", "replicate"]
+
+
+class Decisions:
+    """Caches of what was decided under one cost model: plans by their layouts, and routes by op and call.
+
+    Calls that are traced have caches of their own, so that untraced calls need no check.
+    """
+
+    __slots__ = ("model", "plans", "routes", "traced")
+
+    def __init__(self, model: CostModel, traced: bool) -> None:
+        self.model, self.traced = model, traced
+        self.plans: dict[Any, Any] = {}
+        self.routes: dict[int, Any] = {}
+
+
+_decisions: dict[tuple[CostModel, bool], Decisions] = {}
+
+
+def _decisions_for(model: CostModel, traced: bool) -> Decisions:
+    key = (model, traced)
+    if key not in _decisions:
+        _decisions[key] = Decisions(model, traced)
+    return _decisions[key]
+
+
+def forget_decisions(*, plans: bool = True) -> None:
+    """Drop cached routes, and plans too unless told otherwise, so that every call is decided anew."""
+    for decisions in _decisions.values():
+        decisions.routes.clear()
+        if plans:
+            decisions.plans.clear()
+
+
+class Settings:
+    """One set of settings; immutable. `routes` is that of its decisions, at hand for the hot path."""
+
+    __slots__ = ("decisions", "implicit", "plain", "routes")
+
+    implicit: Implicit
+    plain: Plain
+    decisions: Decisions
+    routes: dict[int, Any]
+
+    def __init__(self, implicit: Implicit, plain: Plain, decisions: Decisions) -> None:
+        for name, value in (
+            ("implicit", implicit), ("plain", plain), ("decisions", decisions), ("routes", decisions.routes),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Settings are immutable; use override_settings({name}=...)")
+
+
+_DEFAULT = Settings("allow", "error", _decisions_for(DEFAULT_COSTS, False))
+active: ContextVar[Settings | None] = ContextVar("shardwise_settings", default=None)
+active.set(_DEFAULT)  # for this thread; in others `inherited` is asked
+_publish: Callable[[Settings], None] = lambda settings: None  # noqa: E731
+_inherit: Callable[[], Settings | None] = lambda: None  # noqa: E731
+
+
+def share_with_other_threads(
+    publish: Callable[[Settings], None], inherit: Callable[[], Settings | None]
+) -> None:
+    """Install how threads that autograd starts learn the settings of the thread that called `backward`."""
+    global _publish, _inherit
+    _publish, _inherit = publish, inherit
+
+
+def inherited() -> Settings:
+    """The settings of a thread that has set none itself."""
+    return _inherit() or _DEFAULT
+
+
+def current_settings() -> Settings:
+    """The settings in force."""
+    return active.get() or inherited()
+
+
+def current_costs() -> CostModel:
+    """The cost model in force."""
+    return current_settings().decisions.model
+
+
+@contextmanager
+def override_settings(
+    *,
+    implicit: Implicit | None = None,
+    plain: Plain | None = None,
+    model: CostModel | None = None,
+    traced: bool | None = None,
+) -> Iterator[None]:
+    """Change some settings inside the block; what is not given stays as it is outside."""
+    outer = current_settings()
+    decisions = outer.decisions
+    if model is not None or traced is not None:
+        decisions = _decisions_for(model or decisions.model, decisions.traced if traced is None else traced)
+    inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions)
+    token = active.set(inner)
+    _publish(inner)
+    try:
+        yield
+    finally:
+        active.reset(token)
+        _publish(outer)
+
+
+@contextmanager
+def costs(model: CostModel) -> Iterator[None]:
+    """Use another cost model inside the block, for every decision: redistribution plans, rules and alternatives.
+
+    Args:
+        model: a `CostModel`, given or measured with `CostModel.measure(mesh)`. All ranks must use the same one, or they
+            would decide differently.
+
+    Raises:
+        TypeError: `model` is not a `CostModel`.
+
+    Nothing is communicated.
+
+    >>> import shardwise as sw
+    >>> with sw.costs(sw.CostModel(latency=1e-6, bandwidth=1e11)):
+    ...     current_costs().latency
+    1e-06
+    """
+    if not isinstance(model, CostModel):
+        raise TypeError(
+            f"costs() got {model!r}.\n"
+            "  why: decisions are compared by a CostModel.\n"
+            "  fix: costs(CostModel(latency=1e-5, bandwidth=1e10)), or costs(CostModel.measure(mesh))."
+        )
+    with override_settings(model=model):
+        yield

@@ -1,0 +1,126 @@
+"""Constructing DTensors from blocks, and the specs and layouts of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import PerRank, axes_of, current_mesh, is_sparse, on_mesh
+from shardwise.layout import (
+    Layout,
+    LayoutError,
+    Placement,
+    Replicate,
+    Spec,
+    block_shape,
+    contiguous_stride,
+    owned,
+)
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.sparse_tensor import SparseDTensor
+from shardwise.torch_internals.subclass import mark_parameter
+
+__all__ = [
+    "empty_like_block",
+    "from_block",
+    "from_function",
+    "layout_for",
+    "rebuild",
+    "replicated_spec",
+    "size_of",
+    "stride_of",
+]
+
+
+def from_block(local: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+    """The DTensor of a block, a sparse one if its spec has no strides."""
+    kind = SparseDTensor if spec.stride is None else DTensor
+    return kind(local, spec, requires_grad=requires_grad)
+
+
+def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> DTensor:
+    """The DTensor that was pickled as these values."""
+    out = from_block(local, spec, requires_grad=requires_grad)
+    if is_param:
+        mark_parameter(out)
+    return out
+
+
+def stride_of(local: Tensor) -> tuple[int, ...] | None:
+    """The strides of a block as a spec has them; None for a sparse one."""
+    if is_sparse(local):
+        return None
+    return tuple(local.ranks[0].stride() if isinstance(local, PerRank) else local.stride())
+
+
+def replicated_spec(full: Tensor, mesh: DeviceMesh) -> Spec:
+    """The spec of a tensor that every rank of a mesh holds in full."""
+    layout = Layout.replicated(full.shape, axes_of(mesh))
+    return Spec(mesh, layout, full.dtype, full.shape, stride_of(full))
+
+
+def empty_like_block(t: Tensor) -> Tensor:
+    """The block of a rank that is not on the mesh: it has no elements."""
+    first = t.ranks[0] if isinstance(t, PerRank) else t
+    return torch.zeros_like(first).requires_grad_(False) if is_sparse(first) else first.new_empty(0)
+
+
+def size_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """A size that was given as numbers, or as one sequence of them.
+
+    >>> size_of((2, 3)), size_of(([2, 3],))
+    ((2, 3), (2, 3))
+    """
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    return tuple(index(n) for n in size)
+
+
+def layout_for(
+    name: str,
+    shape: tuple[int, ...],
+    memory_layout: torch.layout,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> Layout:
+    """The layout of a new tensor, or an error that names the factory `name`."""
+    mesh = current_mesh(mesh, name)
+    if memory_layout is not torch.strided:
+        raise LayoutError(
+            f"{name} got layout={memory_layout}.",
+            why="The blocks of a new tensor are strided tensors.",
+            fix="Use layout=torch.strided.",
+        )
+    if any(n < 0 for n in shape):
+        raise LayoutError(f"{name} got shape {shape}.", why="A size cannot be negative.", fix="Use sizes of 0 or more.")
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    layout = Layout.of(shape, axes_of(mesh), placements)
+    if any(p.is_partial() for p in placements):
+        raise LayoutError(
+            f"{name} cannot create a tensor with placements ({', '.join(map(str, placements))}).",
+            why="A pending reduction is the result of a computation; a new tensor has nothing to reduce.",
+            fix="Use Replicate() or Shard(dim) on each axis.",
+        )
+    return layout
+
+
+def from_function(
+    layout: Layout,
+    values: Callable[[tuple[int, ...], Sequence[Sequence[int]]], Tensor],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    mesh: DeviceMesh | None,
+) -> DTensor:
+    """The tensor whose block on each rank is `values(shape of the block, global indices it owns per dim)`."""
+    mesh = current_mesh(mesh, "a factory")
+    with torch.device(mesh.device_type):
+        block = on_mesh(mesh, lambda coord: values(block_shape(layout, coord), owned(layout, coord)))
+        if block is None:
+            block = torch.empty(0, dtype=dtype)
+    size = torch.Size(layout.shape)
+    return DTensor(block, Spec(mesh, layout, dtype, size, contiguous_stride(size)), requires_grad=requires_grad)

@@ -1,0 +1,139 @@
+"""Patches of torch: functions replaced in its modules, and kernels registered for our tensors. `install` applies them all.
+
+A patch changes nothing for plain tensors. Each says why it is needed, and installing one twice does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+__all__ = ["KernelPatch", "Patch", "PythonPatch", "TransformPatch", "beneath_patches", "install", "unwrap_transforms"]
+
+_Predicate = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+
+# The first dispatch key of tensors with a `__torch_dispatch__`, above autograd; plain tensors do not have it.
+_SUBCLASS_KEY = "PythonTLSSnapshot"
+_subclass_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+_TRANSFORM_KEY = "FuncTorchDynamicLayerFrontMode"  # where a call enters the active torch.func transforms
+_library = torch.library.Library("aten", "IMPL")
+_installed: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Something of torch that is replaced for our tensors, and why."""
+
+    target: Any
+    run: Callable[..., Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class KernelPatch(Patch):
+    """A kernel of an op for our tensors, above autograd, used where `when(args, kwargs)` holds."""
+
+    when: _Predicate = lambda args, kwargs: True
+
+    @property
+    def name(self) -> str:
+        return _op_name(self.target)
+
+
+@dataclass(frozen=True)
+class TransformPatch(Patch):
+    """A kernel of an op inside torch.func transforms; `run` takes the op's arguments and `when` sees them."""
+
+    when: _Predicate = lambda args, kwargs: True
+
+    @property
+    def name(self) -> str:
+        return f"{_op_name(self.target)} in torch.func transforms"
+
+
+@dataclass(frozen=True)
+class PythonPatch(Patch):
+    """A Python function of torch: `target` is `(module, name)`, `run(original, *args, **kwargs)` replaces it."""
+
+    @property
+    def name(self) -> str:
+        module, name = self.target
+        return f"{module.__name__}.{name}"
+
+
+def install(patches: Sequence[KernelPatch | TransformPatch | PythonPatch]) -> None:
+    """Apply patches that are not applied yet."""
+    for patch in patches:
+        if patch.name in _installed:
+            continue
+        _installed.add(patch.name)
+        match patch:
+            case KernelPatch():
+                _install_kernel(patch)
+            case TransformPatch():
+                _install_transform(patch)
+            case PythonPatch():
+                _install_function(patch)
+
+
+def beneath_patches() -> AbstractContextManager[None]:
+    """Inside, ops on our tensors run torch's own kernels where a `KernelPatch` replaces them."""
+    return torch._C._ExcludeDispatchKeyGuard(_subclass_keys)
+
+
+def unwrap_transforms(x: Any) -> Any:
+    """The tensor inside the wrappers of torch.func transforms.
+
+    >>> torch.func.vmap(lambda x: x * float(unwrap_transforms(x).shape[0]))(torch.ones(3))
+    tensor([3., 3., 3.])
+    """
+    while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def _op_name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::") + f".{func._overloadname}".removesuffix(".default")
+
+
+def _install_kernel(patch: KernelPatch) -> None:
+    func, run, when = patch.target, patch.run, patch.when
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if when(args, kwargs):
+            return run(*args, **kwargs)
+        with beneath_patches():
+            return func(*args, **kwargs)
+
+    _library.impl(_op_name(func), kernel, _SUBCLASS_KEY)
+
+
+def _install_transform(patch: TransformPatch) -> None:
+    name, run, when = _op_name(patch.target), patch.run, patch.when
+    original = torch.library.get_kernel(f"aten::{name}", _TRANSFORM_KEY)
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        return run(*args) if when(args, {}) else original.call_boxed(keys, *args)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        _library.impl(name, kernel, _TRANSFORM_KEY, with_keyset=True, allow_override=True)
+
+
+def _install_function(patch: PythonPatch) -> None:
+    module, name = patch.target
+    original, run = getattr(module, name), patch.run
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return run(original, *args, **kwargs)
+
+    setattr(module, name, replacement)

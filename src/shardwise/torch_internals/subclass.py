@@ -1,0 +1,74 @@
+"""Tensor subclasses: their constructors, and marks that torch keeps on tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["disabled_torch_function", "is_parameter", "make_wrapper", "mark_parameter", "new_dtensor", "version"]
+
+
+def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
+    meta = spec.tensor_meta
+    out: Any = torch.Tensor._make_wrapper_subclass(
+        cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local_tensor.device, requires_grad=requires_grad
+    )
+    out._local_tensor, out._spec = local_tensor, spec
+    return out
+
+
+# torch's C++ constructor for wrappers of this very form: it reads `spec.tensor_meta`, sets `_local_tensor` and `_spec`, and
+# takes half the time of `_make_wrapper_subclass`.
+new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", _new_dtensor)
+"""`new_dtensor(cls, local_tensor, spec, requires_grad)`: a wrapper with the metadata of a spec around a local tensor."""
+
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a class whose functions are torch's own; only ops beneath autograd are dispatched."""
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Whether a tensor of another class than `nn.Parameter` is one.
+
+    >>> is_parameter(torch.ones(1))
+    False
+    """
+    return bool(getattr(x, "_is_param", False))
+
+
+def mark_parameter(x: Tensor) -> None:
+    """Make a tensor subclass an `nn.Parameter`, to `isinstance` and to modules.
+
+    >>> x = torch.ones(1)
+    >>> mark_parameter(x)
+    >>> is_parameter(x)
+    True
+    """
+    x._is_param = True
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor, or a tensor that shares its memory, was written to in place.
+
+    >>> x = torch.ones(1)
+    >>> before = version(x)
+    >>> version(x.add_(1)) - before
+    1
+    """
+    return x._version
+
+
+def make_wrapper(cls: Any, size: Any, **options: Any) -> Any:
+    """A tensor of a subclass that has a size and strides, but no memory.
+
+    Args:
+        cls: the subclass.
+        size: the shape.
+        **options: `strides`, `dtype`, `device`, `layout`, `requires_grad`; with `dispatch_layout` torch asks for the layout
+            by an op.
+
+    >>> make_wrapper(type("Example", (torch.Tensor,), {}), (2, 3), dtype=torch.int32).shape
+    torch.Size([2, 3])
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, size, **options)
