@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer, exchange_seconds, in_float32, seconds_of, settled
-from shardwise.call.resolve import Prepared
 from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution

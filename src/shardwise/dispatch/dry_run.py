@@ -126,11 +126,11 @@ def _evaluate(recording: _Recording, func: Any, args: tuple[Any, ...], kwargs: d
     info = op_info(func)
     if (target := info.returned_argument(args, kwargs)) is not None or not info.returns:
         return target
-    call = OpCall(func, args, kwargs)
-    if route.outputs is None or call.outputs is None:
+    if route.outputs is None:
         raise _NeedsValues(f"the results of {func} depend on values")
-    specs = iter(route.outputs)
-    results = [_abstract(next(specs), call.simulated) if isinstance(t, Tensor) else t for t in call.outputs]
+    first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
+    simulated = isinstance(first._local_tensor, PerRank)
+    results = [_abstract(o, simulated) if isinstance(o, Spec) else o for o in route.outputs]
     return results[0] if info.returns_tensor else results
 
 

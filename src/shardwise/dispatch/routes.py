@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from shardwise.call.view_writeback import remember_base
 from shardwise.comm import coord_of
 from shardwise.dispatch.dry_run import FindRoute, dry_run
 from shardwise.dispatch.fast_path import direct_run
-from shardwise.layout import Layout, Spec
+from shardwise.layout import Spec
 from shardwise.ops.foreach import FUSED, foreach_route, run_fused
 from shardwise.ops.inplace_view import run_inplace_view
 from shardwise.ops.random_ops import random_program
@@ -31,6 +32,7 @@ from shardwise.ops.requests import REQUESTS
 from shardwise.ops.sparse import involves_sparse, sparse_run
 from shardwise.plan.settings import current_costs, current_settings, override_settings
 from shardwise.rules.table import REGISTERED
+from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.dispatcher import is_composite
@@ -91,8 +93,16 @@ def _off_mesh_route(call: OpCall, route: Route) -> Route:
     func = call.func
     if route.kind == "composite" and torch.Tag.nondeterministic_seeded in call.info.tags:
         return route  # its ops advance the random stream as on the mesh
-    outputs = None if route.kind in ("composite", "fallback") else route.outputs
-    return Route("off mesh", lambda a, k: run_off_mesh(func, a, k, outputs), (), outputs)
+    specs = None if route.kind in ("composite", "fallback") else route.specs
+    return Route("off mesh", lambda a, k: run_off_mesh(func, a, k, specs), (), route.outputs)
+
+
+def _results(call: OpCall, specs: Iterable[Spec]) -> tuple[Any, ...]:
+    """The results of a call with the specs of its tensors in their places; numbers and None as they are."""
+    rest = iter(specs)
+    if call.outputs is None:
+        return tuple(rest)
+    return tuple(next(rest) if isinstance(t, torch.Tensor) else t for t in call.outputs)
 
 
 def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
@@ -129,18 +139,14 @@ def _remembering_base(call: OpCall, route: Route) -> Route:
 def _rule_route(call: OpCall, resolution: Resolution) -> Route:
     func = call.func
     run = direct_run(call, resolution) or (lambda a, k: execute(func, resolution, a, k))
-    return Route("rule", run, resolution.plans, resolution.outputs)
+    return Route("rule", run, resolution.plans, _results(call, resolution.outputs))
 
 
 def _fallback_route(call: OpCall) -> Route:
-    func, outputs = call.func, None
+    func, results = call.func, None
     if call.outputs is not None:
-        outputs = tuple(
-            Spec(call.mesh, Layout.replicated(t.shape, call.axes), t.dtype, torch.Size(t.shape), tuple(t.stride()))
-            for t in call.outputs
-            if isinstance(t, torch.Tensor)
-        )
-    return Route("fallback", lambda a, k: run_on_full(func, a, k), tuple(call.replication_plans), outputs)
+        results = tuple(replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs)
+    return Route("fallback", lambda a, k: run_on_full(func, a, k), tuple(call.replication_plans), results)
 
 
 def _alternative_route(call: OpCall, resolution: Resolution | None, find_route: FindRoute) -> Route | None:
@@ -148,18 +154,18 @@ def _alternative_route(call: OpCall, resolution: Resolution | None, find_route: 
     if alternative is None:
         return None
     func, program = call.func, alternative.run
-    plans, outputs = alternative.plans, alternative.outputs
+    plans, specs = alternative.plans, alternative.outputs or ()
     if plans is None:
         estimate = dry_run(program, call, find_route)
         if estimate is None:
             return None
-        plans, outputs = estimate
+        plans, specs = estimate
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with communication(func, plans):
             return program(*args, **kwargs)
 
-    return Route("alternative", run, plans, outputs)
+    return Route("alternative", run, plans, _results(call, specs))
 
 
 def _decomposition_route(call: OpCall, find_route: FindRoute) -> Route | None:
@@ -171,14 +177,14 @@ def _decomposition_route(call: OpCall, find_route: FindRoute) -> Route | None:
     estimate = dry_run(program, call, find_route)
     if estimate is None:
         return None
-    plans, outputs = estimate
+    plans, specs = estimate
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # plain tensors that the program creates are the same on every rank
         with communication(func, plans), override_settings(plain="replicate"):
             return program(*args, **kwargs)
 
-    return Route("decomposition", run, plans, outputs)
+    return Route("decomposition", run, plans, _results(call, specs))
 
 
 def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
@@ -207,7 +213,7 @@ def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) 
 def _checking_default_dtype(call: OpCall, route: Route, inner: Run, find_route: FindRoute) -> Run:
     """The run of a call whose results have the default dtype: it is decided anew when that has changed."""
     exact = all(not t.dtype.is_floating_point and not t.dtype.is_complex for t in call.tensors)
-    if not exact or not any(s.dtype.is_floating_point or s.dtype.is_complex for s in route.outputs or ()):
+    if not exact or not any(s.dtype.is_floating_point or s.dtype.is_complex for s in route.specs or ()):
         return inner
     func, expected = call.func, torch.get_default_dtype()
 

@@ -1,4 +1,4 @@
-"""Functions of torch that create plain tensors on the way: those are the same on every rank, if the operands are DTensors.
+"""Functions of torch that create plain tensors on the way: these are the same on every rank, if the operands are DTensors.
 
 The operands are checked when such a function is called. Inside it, plain tensors count as replicated.
 """
@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, _lowrank
-from torch.masked import _ops as masked
+from torch import Tensor
 
 from shardwise.call.arguments import map_leaves, tensors_in
 from shardwise.call.operands import compare_plain, refuse_plain
@@ -21,7 +20,7 @@ from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
-from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches
+from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
 
 __all__ = ["inner_plain_patches"]
 
@@ -32,18 +31,20 @@ def _dtensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     return [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor)]
 
 
-def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse plain operands, as the policy says."""
+def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(_dtensors(args, kwargs))
+
+
+def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse or compare plain operands, as the policy says."""
     first = _dtensors(args, kwargs)[0]
-    plain = [
-        t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, DTensor) and t.numel() != 1
-    ]
+    plain = [t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, DTensor) and t.numel() != 1]
     if not plain or in_backward():
         return
-    how = current_settings().plain
-    if how == "error":
+    policy = current_settings().plain
+    if policy == "error":
         raise refuse_plain(func, plain[0], first)
-    if how == "check":
+    if policy == "check" and not isinstance(first._local_tensor, PerRank):
         compare_plain(func, plain, list(range(len(plain))), first.device_mesh)
 
 
@@ -51,7 +52,7 @@ def _composite(func: Any) -> Callable[..., Any]:
     """A composite op: torch's own kernel, with the plain tensors that it creates counting as replicated."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        _check(func, args, kwargs)
+        _check_operands(func, args, kwargs)
         with override_settings(plain="replicate"), beneath_patches():
             return func(*args, **kwargs)
 
@@ -59,20 +60,20 @@ def _composite(func: Any) -> Callable[..., Any]:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    _check(aten.scaled_dot_product_attention.default, args, kwargs)
-    with override_settings(plain="replicate"):
-        if uses_dropout(args, kwargs):
+    func = aten.scaled_dot_product_attention.default
+    if uses_dropout(args, kwargs):
+        _check_operands(func, args, kwargs)
+        with override_settings(plain="replicate"):
             return attention_with_dropout(*args, **kwargs)
-        with beneath_patches():
-            return aten.scaled_dot_product_attention.default(*args, **kwargs)
+    return _composite(func)(*args, **kwargs)
 
 
 def _recurrent(func: Any) -> Callable[..., Any]:
     """A recurrent op: its initial states, which torch's modules create, are compared between ranks and replicated."""
 
     def run(x: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = _dtensors((x, hx, *args), kwargs)
-        mesh, simulated = tensors[0].device_mesh, isinstance(tensors[0]._local_tensor, PerRank)
+        first = _dtensors((x, hx, *args), kwargs)[0]
+        mesh, simulated = first.device_mesh, isinstance(first._local_tensor, PerRank)
 
         def state(t: Any) -> Any:
             if isinstance(t, DTensor) or not isinstance(t, Tensor):
@@ -89,58 +90,46 @@ def _recurrent(func: Any) -> Callable[..., Any]:
 
 
 def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A Python function of torch, which also draws plain random numbers: they come from the stream."""
+    """A Python function of torch; random numbers that it draws come from the stream."""
     if not args or not isinstance(args[0], DTensor):
         return original(*args, **kwargs)
-    _check(original.__name__, args, kwargs)
+    _check_operands(original.__name__, args, kwargs)
     with one_device(), override_settings(plain="replicate"):
         return original(*args, **kwargs)
 
 
-def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(_dtensors(args, kwargs))
-
-
 _COMPOSITES = {
-    "ranks and indices of quantiles": (
+    "the positions of quantiles": (
         aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,
     ),
-    "the mask of which elements are combined": (aten.combinations.default,),
+    "the mask of combined elements": (aten.combinations.default,),
     "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),
 }  # fmt: skip
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_PYTHON = (
-    (torch.nn.init, "sparse_", "the positions of zeros"),
-    (_lowrank, "get_approximate_basis", "a random matrix"),
-    (masked, "_std_var", "the number of elements"),
-    (masked, "mean", "the number of elements"),
-    (torch.masked, "mean", "the number of elements"),
-)
+_PYTHON = {
+    "torch.nn.init.sparse_": "the positions of zeros",
+    "torch._lowrank.get_approximate_basis": "a random matrix",
+    "torch.masked._ops._std_var": "the number of elements",
+    "torch.masked._ops.mean": "the number of elements",
+    "torch.masked.mean": "the number of elements",
+}
 
 
 def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
     """The patches of these functions."""
-    patches: list[KernelPatch | PythonPatch] = [
-        KernelPatch(func, _composite(func), f"torch creates {what} as a plain tensor", _has_dtensor)
-        for what, funcs in _COMPOSITES.items()
-        for func in funcs
+    attention = aten.scaled_dot_product_attention.default
+    drawn = "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block"
+    states = "torch's modules create initial states as plain tensors"
+    return [
+        *(
+            KernelPatch(func, _composite(func), f"torch creates {what} as a plain tensor", _has_dtensor)
+            for what, funcs in _COMPOSITES.items()
+            for func in funcs
+        ),
+        KernelPatch(attention, _attention, drawn, _has_dtensor),
+        *(KernelPatch(func, _recurrent(func), states, _has_dtensor) for func in _RECURRENT),
+        *(
+            PythonPatch(target, _python, f"torch creates {what} as a plain tensor")
+            for target, what in zip(python_functions(_PYTHON), _PYTHON.values(), strict=True)
+        ),
     ]
-    patches.append(
-        KernelPatch(
-            aten.scaled_dot_product_attention.default,
-            _attention,
-            "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block",
-            _has_dtensor,
-        )
-    )
-    patches += [
-        KernelPatch(
-            func, _recurrent(func), "torch's modules create initial states as plain tensors", _has_dtensor
-        )
-        for func in _RECURRENT
-    ]
-    patches += [
-        PythonPatch((module, name), _python, f"torch creates {what} as a plain tensor")
-        for module, name, what in _PYTHON
-    ]
-    return patches

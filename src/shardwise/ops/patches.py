@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.fallback import gather
 from shardwise.comm import PerRank
-from shardwise.layout import Layout
 from shardwise.ops.dropout import dropout_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.implicit import to_layout
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, TransformPatch, install
 
 __all__ = ["PATCHES", "install_patches"]
@@ -27,15 +26,9 @@ __all__ = ["PATCHES", "install_patches"]
 aten = torch.ops.aten
 
 
-def _tensor_split(x: Tensor, indices: Tensor, dim: int = 0) -> Any:
-    func = aten.tensor_split.tensor_indices_or_sections
-    if isinstance(indices, DTensor):
-        block = to_layout(
-            func, indices, Layout.replicated(indices.shape, indices._spec.layout.axes)
-        )._local_tensor
-        values: Any = (block.ranks[0] if isinstance(block, PerRank) else block).tolist()
-    else:
-        values = indices.tolist()
+def _tensor_split(x: Tensor, indices: Any, dim: int = 0) -> Any:
+    full = gather(aten.tensor_split.tensor_indices_or_sections, indices)
+    values: Any = (full.ranks[0] if isinstance(full, PerRank) else full).tolist()
     if indices.dim() == 0:
         return aten.tensor_split.sections(x, values, dim)
     return aten.tensor_split.indices(x, values, dim)

@@ -20,11 +20,7 @@ aten = torch.ops.aten
 
 def _replicated(x: Any) -> Tensor:
     """The full tensor on each rank."""
-    return (
-        to_layout(x, Layout.replicated(x.shape, x._spec.layout.axes))._local_tensor
-        if isinstance(x, DTensor)
-        else x
-    )
+    return to_layout(x, Layout.replicated(x.shape, x._spec.layout.axes))._local_tensor if isinstance(x, DTensor) else x
 
 
 def _item(x: Tensor) -> Any:
@@ -36,21 +32,18 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     reference = x if isinstance(x, DTensor) else y
     if x.shape != y.shape or not isinstance(reference, DTensor):
         return False
-    mesh, layout = reference.device_mesh, reference._spec.layout.with_partial({})
-    blocks = [to_layout(t, layout)._local_tensor if isinstance(t, DTensor) else t for t in (x, y)]
-    if not (isinstance(x, DTensor) and isinstance(y, DTensor)):  # a plain tensor is replicated
+    if isinstance(x, DTensor) and isinstance(y, DTensor):
+        layout = reference._spec.layout.with_partial({})
+        blocks = [to_layout(t, layout)._local_tensor for t in (x, y)]
+    else:  # a plain tensor is replicated
+        layout = Layout.replicated(x.shape, reference._spec.layout.axes)
         blocks = [_replicated(x), _replicated(y)]
-        layout = Layout.replicated(x.shape, layout.axes)
-    here = map_ranks(
-        lambda a, b: torch.tensor(torch.equal(a, b), dtype=torch.int32, device=a.device), *blocks
-    )
-    everyone = Layout.replicated((), layout.axes).with_partial(dict.fromkeys(layout.sharded, "min"))
-    verdict = to_layout(
-        DTensor(here, Spec(mesh, everyone, torch.int32, torch.Size(()), ())),
-        Layout.replicated((), layout.axes),
-    )
-    block = verdict._local_tensor
-    return bool((block.ranks[0] if isinstance(block, PerRank) else block).item())
+    same = map_ranks(lambda a, b: torch.tensor(torch.equal(a, b), dtype=torch.int32, device=a.device), *blocks)
+    replicated = Layout.replicated((), layout.axes)
+    pending = replicated.with_partial(dict.fromkeys(layout.sharded, "min"))
+    spec = Spec(reference.device_mesh, pending, torch.int32, torch.Size(()), ())
+    verdict = to_layout(DTensor(same, spec), replicated)._local_tensor
+    return bool((verdict.ranks[0] if isinstance(verdict, PerRank) else verdict).item())
 
 
 REQUESTS: dict[Any, Callable[..., Any]] = {
