@@ -146,7 +146,7 @@ def laid(x, w, b, dim_of_x, dim_of_w):
         sent = ledger.bytes
         with counting() as ledger:
             grads = torch.autograd.grad(y, xs, y.detach())
-        return [str(t.layout) for t in (y, *grads)], sent, ledger.bytes
+        return [str(t.sharding) for t in (y, *grads)], sent, ledger.bytes
 
 
 def test_rows_move_nothing_where_parts_will_do():
@@ -167,7 +167,7 @@ def test_a_halo_is_one_row_from_each_neighbour():
     assert forward == backward == 6 * row  # over three borders, both ways
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        split, whole = (sw.distribute_tensor(x, mesh, [p]).layout for p in (sw.Shard(2), sw.Replicate()))
+        split, whole = (sw.distribute_tensor(x, mesh, [p]).sharding for p in (sw.Shard(2), sw.Replicate()))
     assert plan_redistribute(split, whole, 4).bytes == 192 * row
 
 
@@ -198,7 +198,7 @@ def test_groups_stay_where_their_channels_are(groups, has_bias, transposed, chos
             got = conv(y, *rest, groups=groups)
         is_even = groups % 2 == 0
         assert (ledger.bytes == 0) == is_even
-        assert not is_even or str(got.layout).startswith(f"[3:dp, {3 * groups}:tp, ")
+        assert not is_even or str(got.sharding).startswith(f"[3:dp, {3 * groups}:tp, ")
         torch.testing.assert_close(got.full_tensor().ranks[1], want)
         (got * sw.distribute_tensor(weights, mesh, [sw.Replicate()] * 2)).sum().backward()
         for ours, t in zip([y, *rest], [x, w, b], strict=True):
@@ -213,7 +213,7 @@ def test_patches_that_do_not_overlap_need_no_halo():
         x = sw.distribute_tensor(torch.randn(1, 3, 32, 32), mesh, [sw.Shard(2)])
         w = sw.distribute_tensor(torch.randn(8, 3, 4, 4), mesh, [sw.Replicate()])
         with sw.policy(implicit="error"):
-            assert str(functional.conv2d(x, w, stride=4).layout) == "[1, 8, 8:tp, 8]"
+            assert str(functional.conv2d(x, w, stride=4).sharding) == "[1, 8, 8:tp, 8]"
 
 
 def program(padding):
@@ -228,7 +228,7 @@ def program(padding):
     ]
     y = functional.conv2d(*xs, padding=padding, stride=2)
     y.cos().sum().backward()
-    return str(y.layout), [t.detach().full_tensor() for t in (y, *(x.grad for x in xs))]
+    return str(y.sharding), [t.detach().full_tensor() for t in (y, *(x.grad for x in xs))]
 
 
 @pytest.mark.processes

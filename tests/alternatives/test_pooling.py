@@ -108,7 +108,7 @@ def test_a_pending_sum_is_averaged_as_it_is():
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         y = sw.distribute_tensor(x, mesh, [sw.Shard(2), sw.Partial()])
         got = functional.avg_pool2d(y, 3, 1, 1)
-        assert str(got.layout) == "[2, 3, 8:dp, 8] P(tp,sum)"
+        assert str(got.sharding) == "[2, 3, 8:dp, 8] P(tp,sum)"
         torch.testing.assert_close(got.full_tensor().ranks[0], functional.avg_pool2d(x, 3, 1, 1))
 
 
@@ -118,9 +118,9 @@ def test_windows_that_do_not_cross_blocks_move_nothing_and_others_a_row():
         x = sw.distribute_tensor(torch.randn(2, 3, 32, 16), mesh, [sw.Shard(2)]).requires_grad_()
         with sw.policy(implicit="error"):
             y = functional.max_pool2d(x, 2)
-            assert str(y.layout) == "[2, 3, 16:tp, 8]"
+            assert str(y.sharding) == "[2, 3, 16:tp, 8]"
             (grad,) = torch.autograd.grad(y, x, y.detach())
-            assert str(grad.layout) == "[2, 3, 32:tp, 16]"
+            assert str(grad.sharding) == "[2, 3, 32:tp, 16]"
         with counting() as ledger:
             functional.avg_pool2d(x, 3, 1, 1)
         assert ledger.bytes == 6 * 4 * 2 * 3 * 16  # a row over each of three borders, both ways

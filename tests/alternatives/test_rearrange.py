@@ -118,7 +118,7 @@ def test_the_bytes_are_those_that_must_move(name):
         x = sw.ones(64, 10, device_mesh=mesh, placements=[sw.Shard(0)])
         with counting() as ledger:
             y = run(x)
-    assert str(y.layout) == layout
+    assert str(y.sharding) == layout
     assert ledger.collectives == 1
     assert ledger.bytes == 4 * 10 * rows  # gathering sends 192 rows
 
@@ -142,7 +142,7 @@ def test_what_is_written_to_such_a_view_reaches_the_tensor(size):
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.distribute_tensor(dense, mesh, [sw.Shard(0)])
-        assert str(x[1:4].layout) == "[3:tp, 2]"  # not gathered
+        assert str(x[1:4].sharding) == "[3:tp, 2]"  # not gathered
         seen = writes(x)
         want = writes(dense)
         assert torch.equal(x.full_tensor().ranks[3], dense)
@@ -185,7 +185,7 @@ def test_scatters_into_a_split_dim():
             for other in ([sw.Replicate(), sw.Replicate()], [sw.Shard(0), sw.Partial()]):
                 p, r = (sw.distribute_tensor(t, mesh, other) for t in (part, row))
                 got = x.slice_scatter(p, 0, 1, 8, 3), x.select_scatter(r, 0, -2)
-                assert got[0].layout is x.layout or p.layout.partial
+                assert got[0].sharding is x.sharding or p.sharding.partial
                 for g, want in zip(
                     got,
                     (dense.slice_scatter(part, 0, 1, 8, 3), dense.select_scatter(row, 0, -2)),
@@ -199,7 +199,7 @@ def test_such_a_move_can_be_forbidden():
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.ones(8, device_mesh=mesh, placements=[sw.Shard(0)])
         with sw.policy(implicit="error"):
-            assert x[:4:2].layout.shape == (2,)  # where it would not move
+            assert x[:4:2].sharding.shape == (2,)  # where it would not move
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.ones(8, device_mesh=mesh, placements=[sw.Shard(0)])
@@ -232,7 +232,7 @@ def test_a_factored_dim_is_left_to_the_row():
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         whole = torch.arange(12.0).view(3, 4)
         x = sw.distribute_tensor(whole, mesh, [sw.Shard(1)]).flatten()
-        assert str(x.layout) == "[3 4:tp]"
+        assert str(x.sharding) == "[3 4:tp]"
         assert torch.equal(x[2:9].full_tensor().ranks[0], whole.flatten()[2:9])
 
 
@@ -261,7 +261,7 @@ def program(ranks):
     ]
     x[3:7].mul_(2)
     x[0] = 5
-    layouts = [str(t.layout) for t in made]
+    layouts = [str(t.sharding) for t in made]
     on = mesh.get_coordinate() is not None
     return layouts, [t.full_tensor() for t in (*made, x)] if on else []
 

@@ -85,11 +85,11 @@ def test_blocks_twice_as_large_are_made_on_the_spot():
         x = sw.distribute_tensor(torch.randn(2, 3, 32, 16), mesh, [sw.Shard(2)]).requires_grad_()
         with sw.policy(implicit="error"):
             y = functional.interpolate(x, scale_factor=2.0)
-            assert str(y.layout) == "[2, 3, 64:tp, 32]"
+            assert str(y.sharding) == "[2, 3, 64:tp, 32]"
             (grad,) = torch.autograd.grad(y, x, y.detach())
-            assert str(grad.layout) == "[2, 3, 32:tp, 16]"
+            assert str(grad.sharding) == "[2, 3, 32:tp, 16]"
         with counting() as ledger:
             y = functional.pad(x, (1, 1, 1, 1), mode="reflect")
-        assert str(y.layout) == "[2, 3, 34:tp, 18]"
+        assert str(y.sharding) == "[2, 3, 34:tp, 18]"
         gathered = 3 * 4 * 2 * 3 * 32 * 16
         assert 0 < ledger.bytes < gathered / 8

@@ -73,7 +73,7 @@ def test_large_rows_are_not_gathered():
         x = sw.ones(4, 400_000, device_mesh=mesh, placements=[sw.Shard(1)])
         with counting() as ledger:
             y = x.softmax(-1)
-        assert str(y.layout) == "[4, 400000:tp]"
+        assert str(y.sharding) == "[4, 400000:tp]"
         assert ledger.bytes < 1000
         small = sw.ones(4, 8, device_mesh=mesh, placements=[sw.Shard(1)])
         with counting() as ledger:

@@ -172,7 +172,7 @@ def test_it_prints_header_layout_and_picture_once(capsys):
         assert visualize_sharding(x, header="weights") is None
         head, spec, *drawn = capsys.readouterr().out.splitlines()
         assert (head, spec) == ("weights", "f32[5:dp, 3:tp]")
-        assert "\n".join(drawn) == picture(x.layout)
+        assert "\n".join(drawn) == picture(x.sharding)
         visualize_sharding(x, use_rich=True)
         assert capsys.readouterr().out.startswith("f32[5:dp, 3:tp]\n")
 

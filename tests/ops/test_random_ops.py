@@ -302,7 +302,7 @@ def test_any_layout_draws_the_same(data):
         mesh = sw.init_device_mesh("cpu", axes.sizes, mesh_dim_names=axes.names)
         sw.manual_seed(8)
         got = draw(sw.distribute_tensor(torch.zeros(layout.shape, dtype=dtype), mesh, layout.placements))
-        assert got.layout == layout
+        assert got.sharding == layout
         for rank, coord in members_of(mesh).items():
             mine = expected
             for dim, indices in enumerate(owned(layout, coord)):

@@ -44,7 +44,7 @@ def local_map(
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
     ...     doubled = local_map(lambda block: block * 2, out_placements=[sw.Shard(0)])(x)
-    ...     print(doubled.layout, doubled.full_tensor().ranks[0])
+    ...     print(doubled.sharding, doubled.full_tensor().ranks[0])
     [5:tp] tensor([0., 2., 4., 6., 8.])
     """
     if func is None:

@@ -113,5 +113,5 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     if dtensor.numel() == 0 or not (is_simulated() or (me is not None and not any(me))):
         return
     ranks = siblings_of(mesh)[0] if is_simulated() else mesh.mesh.flatten().tolist()
-    lines = [header, str(dtensor._spec), picture(dtensor.layout, ranks)]
+    lines = [header, str(dtensor._spec), picture(dtensor.sharding, ranks)]
     sys.stdout.write("\n".join(line for line in lines if line) + "\n")

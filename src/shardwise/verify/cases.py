@@ -24,7 +24,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.verify.compare import shown
 from shardwise.verify.layouts import laid_out
 
-__all__ = ["Case", "cases", "row_text", "with_tensors"]
+__all__ = ["Case", "PlainCall", "cases", "row_text", "with_tensors"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
     return map_tensors(lambda t: next(tensors), value)
 
 
-class _PlainCall(OpCall):
+class PlainCall(OpCall):
     """A call on plain tensors, for the rule on a given mesh."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> None:
@@ -116,7 +116,7 @@ def cases(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, seed: int
 ) -> Iterator[Case]:
     """A call in all the layouts that its rule allows on a mesh."""
-    met = match_rule(_PlainCall(func, args, kwargs, mesh))
+    met = match_rule(PlainCall(func, args, kwargs, mesh))
     if met is None:
         return
     call, axes = met.call, axes_of(mesh)

@@ -120,7 +120,7 @@ def _check_fake(case: Case, want: Sequence[Any]) -> None:
     """What an op says it makes, by its meta kernel, is what it makes."""
     said, made = (
         case.but_alike([(tuple(t.shape), t.dtype) for t in ts if isinstance(t, Tensor)])
-        for ts in (case.met.made, want)
+        for ts in (case.met.outputs, want)
     )
     if said != made:
         raise RuleError(
