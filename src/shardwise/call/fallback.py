@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardwise.tensor.sparse_tensor import holds_sparse, made, stride_of
 
 __all__ = [
     "check_operands",
+    "draws_random",
     "gathered",
     "is_held",
     "off_mesh",
@@ -78,7 +80,7 @@ def _drawing_alike(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
 ) -> Callable[..., Any]:
     """An op that draws at random draws the same on each rank, by its place in the stream."""
-    if not draws_now(func, args, kwargs):
+    if not draws_random(func, args, kwargs):
         return func  # type: ignore[no-any-return]
     generator = next((v for v in [*args, *kwargs.values()] if isinstance(v, torch.Generator)), None)
     if generator is None:
@@ -90,6 +92,22 @@ def _drawing_alike(
         return func(*args, **kwargs)
 
     return drawn
+
+
+def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers; an op with a dropout argument does so only if that is not 0."""
+    dropout = None
+    if (argument := _dropout_argument(func)) is not None:
+        position, name = argument
+        dropout = args[position] if position < len(args) else kwargs.get(name, 0.0)
+    return draws_now(func._schema.name, func.tags, dropout)
+
+
+@cache
+def _dropout_argument(func: Any) -> tuple[int, str] | None:
+    """The position and the name of an op's dropout probability."""
+    arguments = enumerate(a.name for a in func._schema.arguments)
+    return next(((i, name) for i, name in arguments if name in ("dropout_p", "dropout")), None)
 
 
 def gathered(func: Any, t: DTensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.call.fallback import passing_on
+from shardwise.call.fallback import draws_random, passing_on
 from shardwise.call.variants import is_composite
 from shardwise.ops.random_ops import draws
 from shardwise.random import Cells, integers, normal, permutation, uniform
-from shardwise.random.seeded_generator import borrowing, draws_now
+from shardwise.random.seeded_generator import borrowing
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeding import draw_from
 from shardwise.torch_internals.lazy_bits import heeding
@@ -66,7 +66,7 @@ class _Drawing(TorchDispatchMode):
         if is_composite(func):  # in inference mode torch hands on whole what is made of other ops
             with self:
                 return func.decompose(*args, **kwargs)
-        if draws_now(func, args, kwargs) and kwargs.get("generator") is None:
+        if draws_random(func, args, kwargs) and kwargs.get("generator") is None:
             func = borrowing(func, draw_from(None))
         return heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
 

@@ -16,12 +16,13 @@ from shardwise.ops.one_device import one_device
 from shardwise.ops.prod import divide_products
 from shardwise.ops.sparse_factories import make_sparse
 from shardwise.ops.torch_python import draw_for_torch
-from shardwise.random.stream import follow_torch
+from shardwise.random.stream import follow_torch_seed, follow_torch_state, snapshot
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.policy import CommunicationError, implicit_replication, policy
 from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.tensor.serialization import allow_loading
 from shardwise.torch_internals.override import give_values
+from shardwise.torch_internals.rng import watch_torch_seeding
 
 __all__ = [
     "CommunicationError",
@@ -58,4 +59,4 @@ divide_products()
 draw_noise_for_dtensors()
 draw_for_torch()
 draw_in_transforms()
-follow_torch()
+watch_torch_seeding(on_seed=follow_torch_seed, save=snapshot, restore=follow_torch_state)
