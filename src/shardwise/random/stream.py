@@ -98,7 +98,7 @@ _heeded = torch.initial_seed()
 
 def stream_of(key: Hashable = EVERYONE) -> Stream:
     """The stream of a mesh that was given its own, or else the common stream."""
-    if len(_streams) > 1 and key in _streams:
+    if key != EVERYONE and key in _streams:
         return _streams[key]
     if (seed := torch.initial_seed()) != _heeded:  # by a method of torch's generator, which calls no hook
         follow_torch_seed(seed)
