@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.torch_internals import rng
 from shardwise.torch_internals.rng import watch_torch_seeding
+
+PATCHED = ("get_rng_state", "set_rng_state", "_seed_custom_device")
 
 
 @pytest.fixture
-def watched():
+def watched(monkeypatch):
     """A random state of ours, `position`, that follows torch's generator; and the seeds and states it was given."""
     record = SimpleNamespace(position=0, seeds=[], restored=[])
 
@@ -20,13 +21,20 @@ def watched():
         record.restored.append(position)
         record.position = record.position if position is None else position
 
-    before = list(rng._watchers)
-    callbacks = (record.seeds.append, lambda: record.position, restore)
-    with torch.random.fork_rng():
-        watch_torch_seeding(*callbacks)
-        watch_torch_seeding(*callbacks)  # has no effect
+    def on_seed(seed):
+        record.seeds.append(seed)
+
+    def save():
+        return record.position
+
+    with torch.random.fork_rng(), monkeypatch.context() as patch:
+        for name in PATCHED:  # what is set now is put back afterwards
+            patch.setattr(torch.random, name, getattr(torch.random, name))
+        for name in PATCHED[:2]:
+            patch.setattr(torch, name, getattr(torch, name))
+        watch_torch_seeding(on_seed, save, restore)
+        watch_torch_seeding(on_seed, save, restore)  # has no effect
         yield record
-        rng._watchers[:] = before
 
 
 @pytest.mark.parametrize("seed", [5, -1, 2**64 - 1, True])
@@ -100,10 +108,3 @@ def test_checkpoint_recomputes_from_the_saved_state(watched, use_reentrant):
     loss.backward()
     assert seen == [5, 5]
     assert watched.position == 8
-
-
-def test_torch_is_patched_once():
-    before = torch.get_rng_state, torch.set_rng_state, torch.random._seed_custom_device
-    watch_torch_seeding(*rng._watchers[0])
-    assert before == (torch.get_rng_state, torch.set_rng_state, torch.random._seed_custom_device)
-    assert len(set(rng._watchers)) == len(rng._watchers)

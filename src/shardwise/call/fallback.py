@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -97,17 +96,10 @@ def _drawing_alike(
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers; an op with a dropout argument does so only if that is not 0."""
     dropout = None
-    if (argument := _dropout_argument(func)) is not None:
-        position, name = argument
-        dropout = args[position] if position < len(args) else kwargs.get(name, 0.0)
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.name in ("dropout_p", "dropout"):
+            dropout = args[i] if i < len(args) else kwargs.get(arg.name, 0.0)
     return draws_now(func._schema.name, func.tags, dropout)
-
-
-@cache
-def _dropout_argument(func: Any) -> tuple[int, str] | None:
-    """The position and the name of an op's dropout probability."""
-    arguments = enumerate(a.name for a in func._schema.arguments)
-    return next(((i, name) for i, name in arguments if name in ("dropout_p", "dropout")), None)
 
 
 def gathered(func: Any, t: DTensor) -> Tensor:

@@ -47,9 +47,4 @@ def _attempt(attempts: Attempts, positions: Tensor, shape: Tensor) -> tuple[Tens
     positive = base > 0
     base = torch.where(positive, base, 1.0)
     v = base * base * base
-    square = x * x
-    right = 0.5 * square
-    right += d
-    right -= d * v
-    right += d * log(v)
-    return d * v, positive & (log(u) < right)
+    return d * v, positive & (log(u) < 0.5 * (x * x) + d - d * v + d * log(v))

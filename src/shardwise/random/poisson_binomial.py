@@ -68,31 +68,16 @@ def _invert(
 def _attempt_poisson(attempts: Attempts, positions: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
     """PTRS: W. Hörmann, The transformed rejection method for generating Poisson random variables, 1993."""
     u, v = attempts.uniforms(positions)
-    b = 2.53 * sqrt_(rate.clone())
-    b += 0.931
-    a = 0.02483 * b
-    a -= 0.059
+    b = 2.53 * sqrt_(rate.clone()) + 0.931
+    a = 0.02483 * b - 0.059
     u = u - 0.5
     us = (0.5 - u.abs()).clamp_(min=2.0**-60)
-    k = 2.0 * a / us
-    k += b
-    k *= u
-    k += rate
-    k += 0.43
-    k.floor_()
-    inverse = 1.1328 / (b - 3.4)
-    inverse += 1.1239
-    quick = 3.6224 / (b - 2.0)
-    quick = 0.9277 - quick
-    inside = (us >= 0.07) & (v <= quick)
+    k = ((2.0 * a / us + b) * u + rate + 0.43).floor_()
+    inside = (us >= 0.07) & (v <= 0.9277 - 3.6224 / (b - 2.0))
     outside = (k < 0) | ((us < 0.013) & (v > us))
-    whole = k.clamp(min=0.0)
-    scale = a / (us * us)
-    scale += b
-    left = log(v * inverse / scale)
-    right = whole * log(rate)
-    right -= rate
-    right -= log_factorial(whole)
+    n = k.clamp(min=0.0)
+    left = log(v * (1.1328 / (b - 3.4) + 1.1239) / (a / (us * us) + b))
+    right = n * log(rate) - rate - log_factorial(n)
     return k, inside | (~outside & (left <= right))
 
 
@@ -124,35 +109,19 @@ def _attempt_binomial(attempts: Attempts, positions: Tensor, n: Tensor, p: Tenso
     """BTRS: W. Hörmann, The generation of binomial random variates, 1993."""
     u, v = attempts.uniforms(positions)
     spread = sqrt_(n * p * (1.0 - p))
-    b = 2.53 * spread
-    b += 1.15
-    a = 0.0248 * b
-    a += 0.01 * p
-    a -= 0.0873
-    centre = n * p
-    centre += 0.5
-    alpha = (5.1 / b + 2.83) * spread
+    b = 2.53 * spread + 1.15
+    a = 0.0248 * b + 0.01 * p - 0.0873
     u = u - 0.5
     us = (0.5 - u.abs()).clamp_(min=2.0**-60)
-    k = 2.0 * a / us
-    k += b
-    k *= u
-    k += centre
-    k.floor_()
+    k = ((2.0 * a / us + b) * u + (n * p + 0.5)).floor_()
     inside = (us >= 0.07) & (v <= 0.92 - 4.2 / b)
     outside = (k < 0) | (k > n)
-    whole = torch.minimum(k.clamp(min=0.0), n)
+    m = torch.minimum(k.clamp(min=0.0), n)
     mode = ((n + 1.0) * p).floor_()
-    scale = a / (us * us)
-    scale += b
-    left = log(v * alpha / scale)
-    right = (whole - mode) * log(p / (1.0 - p))
-    right += log_factorial(mode)
-    right += log_factorial(n - mode)
-    right -= log_factorial(whole)
-    right -= log_factorial(n - whole)
-    inside &= ~outside
-    return k, inside | (~outside & (left <= right))
+    left = log(v * ((5.1 / b + 2.83) * spread) / (a / (us * us) + b))
+    right = (m - mode) * log(p / (1.0 - p)) + log_factorial(mode) + log_factorial(n - mode)
+    right = right - log_factorial(m) - log_factorial(n - m)
+    return k, ~outside & (inside | (left <= right))
 
 
 def log_factorial(k: Tensor) -> Tensor:
@@ -165,14 +134,6 @@ def log_factorial(k: Tensor) -> Tensor:
     x = torch.where(small, x, k + 1.0)
     inverse = 1.0 / x
     square = inverse * inverse
-    series = square * (1 / 1680)
-    series -= 1 / 1260
-    series *= square
-    series += 1 / 360
-    series *= square
-    series -= 1 / 12
-    out = (x - 0.5) * log(x)
-    out -= x
-    out += 0.5 * math.log(2 * math.pi)
-    out -= series * inverse
+    series = ((square * (1 / 1680) - 1 / 1260) * square + 1 / 360) * square - 1 / 12
+    out = (x - 0.5) * log(x) - x + 0.5 * math.log(2 * math.pi) - series * inverse
     return torch.where(small, out - log(torch.where(small, product, torch.ones_like(k))), out)

@@ -33,6 +33,10 @@ def positions_where(condition: Tensor) -> Tensor:
     return condition.nonzero().view(-1)
 
 
+Attempt = Callable[..., tuple[Tensor, Tensor]]
+"""`attempt(attempts, positions, *parameters)`: the numbers of some elements, and whether each is accepted."""
+
+
 class Attempts:
     """The random words of some elements, given by their global indices; each request uses the next lane."""
 
@@ -44,9 +48,7 @@ class Attempts:
         self._lane += 1
         if self._lane >= 2**16:
             raise RuntimeError(
-                "A random number was not accepted in 65535 attempts.\n"
-                "  why: a parameter of its distribution is NaN or infinite, or shardwise has a bug\n"
-                "  fix: check the parameters: assert rates.isfinite().all()"
+                "A random number was not accepted in 65535 attempts, so a parameter must be NaN or infinite."
             )
         counter = counters(self._draw, take(self._index, positions), self._lane)
         a, b, c, d = philox(counter, self._draw.seed)
@@ -57,18 +59,8 @@ class Attempts:
         first, second = self.words(positions)
         return half_open(first) * 2.0**-63, half_open(second) * 2.0**-63
 
-    def until_accepted(
-        self,
-        positions: Tensor,
-        out: Tensor,
-        attempt: Callable[..., tuple[Tensor, Tensor]],
-        *parameters: Tensor,
-    ) -> None:
-        """Repeat an attempt until each element at `positions` has a number, and write it to `out`.
-
-        `attempt(self, positions, *parameters)` returns numbers and whether each is accepted; it gets the parameters of
-        the elements that are left.
-        """
+    def until_accepted(self, positions: Tensor, out: Tensor, attempt: Attempt, *parameters: Tensor) -> None:
+        """Repeat an attempt until each element at some positions has a number, and write the numbers to `out`."""
         while positions.numel():
             value, accepted = attempt(self, positions, *(take(p, positions) for p in parameters))
             done = positions_where(accepted)

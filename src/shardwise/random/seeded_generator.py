@@ -20,10 +20,6 @@ def draws_now(name: str, tags: Collection[torch.Tag], dropout: float | None = No
 
     `name` is the op's name without overload, `tags` are its tags, and `dropout` is the value of its dropout
     probability, or None if it has no such argument.
-
-    >>> seeded = [torch.Tag.nondeterministic_seeded]
-    >>> draws_now("aten::normal_", seeded), draws_now("aten::_scaled_dot_product_attention_math", seeded, 0.0)
-    (True, False)
     """
     is_random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED
     return is_random and (dropout is None or bool(dropout))

@@ -13,17 +13,12 @@ __all__ = ["collective_ops"]
 
 
 def collective_ops() -> dict[str, Any]:
-    """By the name of a collective, the op that programs written for torch look it up by.
-
-    >>> collective_ops()["all_reduce"] is torch.ops.c10d_functional.all_reduce
-    True
-    """
-    functional, c10d = torch.ops.c10d_functional, torch.ops.c10d
+    """By the name of a collective, the op that programs written for torch look it up by."""
     return {
-        "all_gather": functional.all_gather_into_tensor,
-        "all_reduce": functional.all_reduce,
-        "reduce_scatter": functional.reduce_scatter_tensor,
-        "all_to_all": functional.all_to_all_single,
-        "broadcast": c10d.broadcast_,
-        "scatter": c10d.scatter_,
+        "all_gather": torch.ops.c10d_functional.all_gather_into_tensor,
+        "all_reduce": torch.ops.c10d_functional.all_reduce,
+        "reduce_scatter": torch.ops.c10d_functional.reduce_scatter_tensor,
+        "all_to_all": torch.ops.c10d_functional.all_to_all_single,
+        "broadcast": torch.ops.c10d.broadcast_,
+        "scatter": torch.ops.c10d.scatter_,
     }
