@@ -1,4 +1,4 @@
-"""Watchers of torch's seeding: what each of torch's functions tells them."""
+"""Watchers of torch's generator: which of torch's functions call them, and with what."""
 
 import io
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def watched(monkeypatch):
         return record.position
 
     with torch.random.fork_rng(), monkeypatch.context() as patch:
-        for name in PATCHED:  # what is set now is put back afterwards
+        for name in PATCHED:  # so that the fixture ends with the functions it began with
             patch.setattr(torch.random, name, getattr(torch.random, name))
         for name in PATCHED[:2]:
             patch.setattr(torch, name, getattr(torch, name))

@@ -84,9 +84,9 @@ def ln(x: Array, scale: float = 1.0, power: int = 0) -> Array:
     s = x * x
     out = _polynomial(s, tuple(scale * c for c in f.ln))
     out *= x
-    whole = to_float(exponent)
-    whole *= scale * math.log(2)
-    out += whole
+    term = to_float(exponent)
+    term *= scale * math.log(2)
+    out += term
     return out
 
 
@@ -108,14 +108,13 @@ def exp(x: Array) -> Array:
     overflow = x > (bias + 1) * math.log(2)
     underflow = x < (1 - bias) * math.log(2)
     x[overflow | underflow] = 0.0
-    whole = x * (1 / math.log(2))
-    whole += shift
-    exponent = float_bits(whole) - shift_bits
-    whole -= shift
-    part = whole * f.ln2_high
-    x -= part
-    whole *= f.ln2_low
-    x -= whole
+    rounded = x * (1 / math.log(2))
+    rounded += shift
+    exponent = float_bits(rounded) - shift_bits
+    rounded -= shift
+    x -= rounded * f.ln2_high
+    rounded *= f.ln2_low
+    x -= rounded
     out = _polynomial(x, f.exp)
     # in two steps, because 2**exponent can be out of range although the product is not
     half = exponent >> 1
