@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.fallback import draws_random
 from shardwise.ops.random_ops import random_program
 from shardwise.random import Cells, integers, normal, permutation, uniform
-from shardwise.random.seeded_generator import borrowing, draws_now
+from shardwise.random.seeded_generator import borrowing
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeding import draw_from
 from shardwise.torch_internals.dispatcher import is_composite
@@ -63,7 +64,7 @@ class _Drawing(TorchDispatchMode):
         if is_composite(func):  # inference mode passes composite ops on as they are
             with self:
                 return func.decompose(*args, **kwargs)
-        if draws_now(func, args, kwargs) and kwargs.get("generator") is None:
+        if draws_random(func, args, kwargs) and kwargs.get("generator") is None:
             func = borrowing(func, draw_from(None))
         return resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
 
