@@ -269,7 +269,7 @@ def test_a_replicated_block_that_differs_is_an_error_where_it_is_checked(square)
     blocks = per_rank(lambda rank: grid(2, 3) + (rank == 3))
     DTensor.from_local(blocks, square, [R, Shard(0)])
     with pytest.raises(
-        LayoutError, match=r"(?s)\(dp=1, tp=1\) differs from .*\(dp=0, tp=1\).*why: axis dp.*fix: "
+        LayoutError, match=r"(?s)\(dp=1, tp=1\) differs from .*\(dp=0, tp=1\).*why: Axis dp.*fix: "
     ):
         DTensor.from_local(blocks, square, [R, Shard(0)], run_check=True)
     for said in ([Shard(0), Shard(1)], [Partial(), Partial()], [Shard(0), Partial()]):

@@ -275,12 +275,12 @@ def test_four_axes_are_quick():
 @pytest.mark.parametrize(
     ("listed", "why"),
     [
-        ([([Replicate()], [Replicate(), Replicate()])], "the call has 1 tensors there"),
-        ([([Replicate()] * 2, [Replicate()])], "the call has 1 tensors there"),
+        ([([Replicate()], [Replicate(), Replicate()])], "The call has 1 tensors there"),
+        ([([Replicate()] * 2, [Replicate()])], "The call has 1 tensors there"),
         ([([Shard(0)], ["S(0)"])], "is not a placement of shardwise"),
-        ([([Shard(2)], [Shard(0)])], r"that tensor has shape \(4, 6\)"),
-        ([[Shard(0), Shard(0)]], "a candidate is a pair"),
-        ([Shard(0)], "a candidate is a pair"),
+        ([([Shard(2)], [Shard(0)])], r"That tensor has shape \(4, 6\)"),
+        ([[Shard(0), Shard(0)]], "A candidate is a pair"),
+        ([Shard(0)], "A candidate is a pair"),
     ],
 )
 def test_what_is_listed_wrong_is_said(listed, why, mesh):

@@ -438,7 +438,7 @@ def test_optimizers_change_the_blocks(square):
 
 def test_a_plain_tensor_is_not_loaded_into_a_dtensor(square):
     net = Net(square, [Shard(0), R])
-    with pytest.raises(RuntimeError, match=r"fix: wrap it"):
+    with pytest.raises(RuntimeError, match=r"fix: Wrap it"):
         net.load_state_dict({"w": grid(6, 3), "b": grid(3)})
 
 
