@@ -264,7 +264,12 @@ def test_data_can_be_set(square):
     ):
         new = distribute_tensor(dense, square, said)
         x.data = new
-        assert (x.sharding, x.shape, x.stride(), x.requires_grad) == (new.sharding, new.shape, new.stride(), True)
+        assert (x.sharding, x.shape, x.stride(), x.requires_grad) == (
+            new.sharding,
+            new.shape,
+            new.stride(),
+            True,
+        )
         assert torch.equal(whole(x), dense)
         new.zero_()  # it is the same memory
         assert whole(x).sum() == 0

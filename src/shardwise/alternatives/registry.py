@@ -12,7 +12,9 @@ from shardwise.call.resolve import Resolution
 __all__ = ["ALTERNATIVES", "FAMILIES", "propose_alternative"]
 
 FAMILIES = (statistics,)
-ALTERNATIVES: dict[Any, Propose] = {op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()}
+ALTERNATIVES: dict[Any, Propose] = {
+    op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()
+}
 
 
 def propose_alternative(call: OpCall, resolution: Resolution | None) -> Alternative | None:
