@@ -41,10 +41,12 @@ from shardwise.tensor import (
     policy,
     set_rng_state,
 )
+from shardwise.torch_internals.tracing import never_compile as _never_compile
 from shardwise.verify import prove as _prove
 
 # staticmethod: binding a classmethod costs more than the call itself
 DTensor.__torch_dispatch__ = staticmethod(_dispatch)
+_never_compile(_dispatch)
 _install_patches()
 _prove_by(_prove)
 

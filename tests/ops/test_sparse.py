@@ -483,7 +483,7 @@ def test_a_product_keeps_the_split_that_its_result_has(mesh, kind):
         with counting() as ledger:
             got = x @ y
         assert ledger.bytes == 0
-        assert str(got.layout) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
+        assert str(got.sharding) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
         assert_same(whole(got), matrix() @ tall() if x is a else tall().t() @ matrix())
     y = sw.distribute_tensor(tall(), mesh, [Shard(1)])
     with counting() as ledger:

@@ -298,7 +298,7 @@ def test_a_pending_product_has_no_gradient_here(line):
     with pytest.raises(RuntimeError, match=r"(?s)depends on all the others.*fix: "):
         x.full_tensor().sum().backward()
     y = sw.distribute_tensor(torch.ones(3), line, [Partial("product")]).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"(?s)product of the others.*fix: redistribute"):
+    with pytest.raises(RuntimeError, match=r"(?s)product of the others.*fix: Redistribute"):
         y.to_local().sum().backward()
 
 

@@ -315,14 +315,14 @@ def test_what_cannot_be_asked_for_is_an_error():
         x = sw.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         for asked, what in [
             (lambda: x.redistribute(), "Neither placements nor a mesh axis"),
-            (lambda: x.redistribute(placements=[Replicate()], tp=Replicate()), "the layout is said once"),
+            (lambda: x.redistribute(placements=[Replicate()], tp=Replicate()), "The target is given once"),
             (lambda: x.redistribute(pp=Replicate()), "its axes are tp=4"),
             (lambda: x.redistribute(placements=[Replicate()] * 2), "same length as the mesh"),
             (lambda: x.redistribute(placements=[Shard(1)]), "out of range"),
         ]:
             with pytest.raises(LayoutError, match=f"(?s){what}.*fix: "):
                 asked()
-        with pytest.raises(MeshError, match="blocks move within one mesh"):
+        with pytest.raises(MeshError, match="moves blocks within one mesh"):
             x.redistribute(other, [Replicate(), Replicate()])
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as eval_frame
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "is_recorded", "is_tracing", "needs_concrete_values"]
+__all__ = ["TorchDispatchMode", "is_recorded", "is_tracing", "needs_concrete_values", "never_compile"]
 
 
 def is_tracing() -> bool:
@@ -39,3 +41,18 @@ def needs_concrete_values(func: Any) -> Exception:
     'DataDependentOutputException'
     """
     return DataDependentOutputException(func)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Have `torch.compile` run a function, and everything that it calls, eagerly.
+
+    Where a graph breaks at an op, the op runs as it is: the code that runs it is not to be compiled either.
+
+    >>> def example(x):
+    ...     return x + 1
+    >>> never_compile(example)
+    >>> example(1)
+    2
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

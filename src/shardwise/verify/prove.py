@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.api.register_sharding import op_overloads
 from shardwise.call.arguments import tensors_in
+from shardwise.call.schema import op_info
 from shardwise.comm import axes_of, counting, simulate
 from shardwise.dispatch.router import dispatch
 from shardwise.layout import Layout, LayoutError, dtype_text
