@@ -26,7 +26,9 @@ __all__ = ["ALTERNATIVES", "FAMILIES", "propose_alternative"]
 FAMILIES = (
     statistics, slicing, rearrange, unfold, convolution, pooling, resample, normalization, losses, argmax, embedding,
 )  # fmt: skip
-ALTERNATIVES: dict[Any, Propose] = {op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()}
+ALTERNATIVES: dict[Any, Propose] = {
+    op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()
+}
 
 
 def propose_alternative(call: OpCall, resolution: Resolution | None) -> Alternative | None:
