@@ -31,9 +31,10 @@ def _flat_index(x: DTensor, dims: Sequence[int]) -> DTensor:
     def values(shape: tuple[int, ...], owned: Sequence[Sequence[int]]) -> Tensor:
         index = torch.zeros((), dtype=torch.int64, device=device)
         for d in dims:
-            own = owned[d]
-            ends = (own.start, own.stop) if isinstance(own, range) else None
-            along = torch.tensor(own, device=device) if ends is None else torch.arange(*ends, device=device)
+            if isinstance(own := owned[d], range):
+                along = torch.arange(own.start, own.stop, device=device)
+            else:
+                along = torch.tensor(own, dtype=torch.int64, device=device)
             index = index * x.shape[d] + along.view([-1 if e == d else 1 for e in range(x.dim())])
         return index
 

@@ -1,7 +1,7 @@
 """Convolution over split positions by halo exchange.
 
 The input of a convolution has the positions and its output the windows; in a transposed convolution, and in
-a gradient, it is the other way round. So there are two cases: send positions to the windows that cover them, or
+a gradient, it is the other way round. So there are two cases: positions go to the windows that cover them, or
 windows to the positions that they touch.
 """
 

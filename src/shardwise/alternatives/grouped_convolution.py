@@ -91,7 +91,7 @@ def forward(call: OpCall, resolution: Resolution) -> Alternative | None:
 
 @requires_rule
 def backward(call: OpCall, resolution: Resolution) -> Alternative | None:
-    """Each rank computes the gradients of its groups; a split batch leaves partial sums for weight and bias."""
+    """Each rank computes the gradients of its groups; if the batch is split, two of them are partial sums."""
     grad, x, w = (call.named[name] for name in ("grad_output", "input", "weight"))
     if not all(isinstance(t, DTensor) for t in (grad, x, w)):
         return None

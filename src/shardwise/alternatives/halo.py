@@ -1,4 +1,4 @@
-"""Halo exchange: ranks get the positions that their windows cover, or the windows that touch their positions."""
+"""Halo exchange: ranks get the positions that their windows cover, or windows that touch their positions."""
 
 from __future__ import annotations
 

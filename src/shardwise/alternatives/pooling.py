@@ -80,7 +80,7 @@ class _Divisors(NamedTuple):
         return block
 
     def is_exact_in(self, dtype: torch.dtype) -> bool:
-        """Whether dividing sums is exact: narrow dtypes would round twice, and integers divide differently."""
+        """Whether dividing sums is exact: narrow dtypes would round twice, integers divide differently."""
         return dtype.is_floating_point if self.common is not None else dtype in (torch.float32, torch.float64)
 
 
@@ -219,7 +219,7 @@ def _maximum(func: Any, nd: int) -> Propose:
 def _global_position(position: Tensor, h: Halo, coord: Coord) -> Tensor:
     """The position in the dim of a position in a padded block.
 
-    Padding is the maximum only if the entire window is -inf; torch then returns its first position in the dim.
+    Padding is the maximum only if the entire window is -inf; torch then returns its first one in the dim.
     """
     position = position + h.covered(coord)[0][0]
     step = h.window.dilation

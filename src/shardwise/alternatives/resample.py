@@ -1,7 +1,7 @@
 """Nearest-neighbour resampling, and padding by reflection or replication, along split dims.
 
-Each position of the result is a copy of one position of the input. A rank gets the range of the input that its
-block of the result copies; for the gradient, the range of the result that contains copies of its block.
+Each position of the result is a copy of one position of the input. A rank gets the range of the input that
+its block of the result copies; for the gradient, the range of the result that contains copies of its block.
 """
 
 from __future__ import annotations

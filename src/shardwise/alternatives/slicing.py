@@ -55,9 +55,8 @@ class _Slice(NamedTuple):
         block = self.blocks[self.split.position(coord)]
         first, last = self.part(block)
         low = self.start + first * self.step - block[0]
-        here = (
-            slice(low, low + (last - first - 1) * self.step + 1, self.step) if last > first else slice(0, 0)
-        )
+        high = low + (last - first - 1) * self.step + 1
+        here = slice(low, high, self.step) if last > first else slice(0, 0)
         return (*(slice(None),) * self.split.dim, here)
 
 
