@@ -79,12 +79,12 @@ def run_all(jobs: list[Job], processes: int) -> Iterator[Tally]:
 
 def _row(op: str, tallies: list[Tally]) -> str:
     kinds = sum((t.kinds for t in tallies), Counter[str]())
-    rungs = sum((t.rungs for t in tallies), Counter[str]())
-    counts = " ".join(f"{kinds[k]:7}" for k in KINDS) + " |" + "".join(f" {rungs[r]:7}" for r in _RUNGS)
+    routes = sum((t.routes for t in tallies), Counter[str]())
+    counts = " ".join(f"{kinds[k]:7}" for k in KINDS) + " |" + "".join(f" {routes[r]:7}" for r in _ROUTES)
     return f"{op:52} {counts} {'cheaper exists' if any(t.cheaper for t in tallies) else ''}".rstrip()
 
 
-_RUNGS = ("row", "offer", "whole")
+_ROUTES = ("rule", "alternative", "fallback")
 
 
 def report(tallies: list[Tally]) -> int:
@@ -92,7 +92,7 @@ def report(tallies: list[Tally]) -> int:
     by_op: dict[str, list[Tally]] = collections.defaultdict(list)
     for t in tallies:
         by_op[t.op].append(t)
-    print(f"{'op':52} " + " ".join(f"{k:>7}" for k in KINDS) + " |" + "".join(f" {r:>7}" for r in _RUNGS))
+    print(f"{'op':52} " + " ".join(f"{k:>7}" for k in KINDS) + " |" + "".join(f" {r:>7}" for r in _ROUTES))
     for op in sorted(by_op):
         print(_row(op, by_op[op]))
     print("\nnot right, or right but for rounding; again with --only OP --dtype DTYPE --number N:")
@@ -108,7 +108,7 @@ def report(tallies: list[Tally]) -> int:
     print("\nskipped:")
     for (op, why), count in sorted(skips.items()):
         print(f"{op:52} {count:4} {why}")
-    print("\non the last rung though a split could have stayed:")
+    print("\ngathered by the fallback though a split could have stayed:")
     last = {op: dict(c for t in ts for c in t.cheaper.items()) for op, ts in by_op.items()}
     for op, found in sorted(last.items()):
         for aten, how in found.items():
@@ -123,7 +123,7 @@ def report(tallies: list[Tally]) -> int:
         print(f"{dtype:10} {len(mine):5} {len(fine):9} " + " ".join(f"{kinds[k]:7}" for k in KINDS))
     count = sum(1 for found in last.values() if found)
     print(
-        f"{len(by_op)} ops, {len(bad)} of them not right, {count} on the last rung though a split could have stayed"
+        f"{len(by_op)} ops, {len(bad)} of them not right, {count} gathered by the fallback though a split could have stayed"
     )
     return len(bad)
 

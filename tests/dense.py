@@ -53,7 +53,7 @@ def agrees(
         with counting() as ledger:
             got = _flat(fn(*mine))
             grads = (
-                _gradients(got, mine, lambda w, x: tensor(w, x.layout.with_partial({}), on)) if grad else []
+                _gradients(got, mine, lambda w, x: tensor(w, x.sharding.with_partial({}), on)) if grad else []
             )
         for g, w in zip([*got, *grads], [*want, *wanted], strict=True):
             assert (g is None) == (w is None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.dispatch.router import forget
+from shardwise.plan.settings import forget_decisions
 from shardwise.rules.table import REGISTERED
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ def test_code_prints_what_the_page_says(code: str, printed: str | None) -> None:
     if rules != REGISTERED:  # what a page registers is for that page
         REGISTERED.clear()
         REGISTERED.update(rules)
-        forget()
+        forget_decisions()
     assert printed is not None
     assert out.getvalue() == printed
 

@@ -26,7 +26,7 @@ from shardwise.comm import (
     siblings_of,
 )
 from shardwise.layout import Axes, Layout, block_offset, owned
-from shardwise.tensor.async_tensor import Awaited
+from shardwise.tensor.async_tensor import AsyncDTensor
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 
@@ -136,7 +136,7 @@ def redistributed(name, cases):
         x = case.tensor(mesh)
         with counting() as ledger:
             y = x.redistribute(placements=case.target.placements)
-        assert y.layout is case.target
+        assert y.sharding is case.target
         out.append((y.to_local(), y.full_tensor(), ledger.bytes, ledger.collectives))
     return out
 
@@ -310,7 +310,7 @@ def waited_for(name, use, count):
         x = tensor(whole, Layout.of((5, 3), axes_of(mesh), source), mesh, number)
         y = x.redistribute(placements=[Replicate()], async_op=True)
         if coord_of(mesh) is not None and not is_simulated():
-            assert isinstance(y, Awaited)
+            assert isinstance(y, AsyncDTensor)
         cases.append(y)
     out = []
     for y in reversed(cases):
@@ -358,7 +358,7 @@ def gradients(name, cases):
         y = x.redistribute(placements=case.target.placements, async_op=bool(case.seed % 2))
         (grad,) = torch.autograd.grad((y.full_tensor() ** 3 * w).sum(), x, create_graph=True)
         (grad.full_tensor() ** 2).sum().backward()
-        assert grad.layout is x.grad.layout is case.source.with_partial({})
+        assert grad.sharding is x.grad.sharding is case.source.with_partial({})
         local = case.tensor(mesh).to_local()
         leaf = sw.per_rank(lambda rank, b: b.detach().clone().requires_grad_(), local)
         z = DTensor.from_local(leaf, mesh, case.source.placements, shape=case.source.shape)

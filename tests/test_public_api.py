@@ -155,7 +155,7 @@ ALONE = """
         y = torch.load(file, weights_only=True)
         after = there()  # autograd may bring it in later, which is torch's own affair
         y.redistribute(dp=sw.Replicate()).full_tensor().sum().backward()
-    print(json.dumps([before, after, repr(y.layout), y.grad.to_local().ranks[0].tolist(), sw.__version__]))
+    print(json.dumps([before, after, repr(y.sharding), y.grad.to_local().ranks[0].tolist(), sw.__version__]))
 """
 
 

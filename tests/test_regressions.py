@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, PerRank, Replicate, Shard, simulate
 from shardwise.comm import axes_of, counting, members_of
-from shardwise.dispatch.router import _ops
+from shardwise.plan.settings import current_settings
 from shardwise.experimental import local_map
 from shardwise.layout import block_offset, block_shape, parse_layout
 from shardwise.parallel import loss_parallel
@@ -612,7 +612,7 @@ def test_r30_a_dim_counted_from_the_end_is_the_same(line):
     with counting() as ledger:
         y = x.redistribute(placements=[Shard(-1)])
     assert ledger.collectives == 0
-    assert y.layout is x.layout
+    assert y.sharding is x.sharding
     for a, b in zip(x.to_local().ranks, y.to_local().ranks, strict=True):
         assert a.data_ptr() == b.data_ptr()
 
@@ -816,7 +816,7 @@ def test_r48_replicas_are_the_same_bits(lies):
 
 def grown():
     """How many recipes the caches hold."""
-    return sum(len(known) for *_, known in _ops.values())
+    return sum(len(entry.runs) for entry in current_settings().routes.values())
 
 
 @pytest.mark.parametrize(
@@ -901,7 +901,7 @@ def test_r51_parameters_on_several_meshes(kind, how):
                     (p * p * (step + 1)).sum().backward()
                 optimizer.step()
         same([p.detach() for p in params], [d.detach() for d in dense])
-        assert [str(p.layout) for p in params] == ["[5:dp, 3:tp]", "[6:ep, 2]", "[3]", "[2, 5:ep]", "[5:tp]"]
+        assert [str(p.sharding) for p in params] == ["[5:dp, 3:tp]", "[6:ep, 2]", "[3]", "[2, 5:ep]", "[5:tp]"]
 
 
 @cases(

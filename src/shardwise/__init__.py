@@ -1,45 +1,51 @@
 """shardwise: distributed tensors for PyTorch.
 
-Write the program for one device, say how the tensors lie on a mesh, and run it on many. The names are those
-of `torch.distributed.tensor`, so a program moves over by changing its imports.
+Write the program for one device, say how its tensors are laid out on a mesh of devices, and run it on many. The names are
+those of `torch.distributed.tensor`, so a program moves over by changing its imports.
 """
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import shardwise.tensor  # isort: split  (interim: the class first)
+from shardwise.api import (
+    arange,
+    compute_local_shape_and_global_offset,
+    distribute_tensor,
+    empty,
+    eye,
+    full,
+    linspace,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    register_sharding,
+    zeros,
+)
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
+from shardwise.dispatch import dispatch as _dispatch
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
-from shardwise.ops.one_device import one_device
-from shardwise.plan import CostModel, Plan, plan_redistribute
+from shardwise.ops import install_patches as _install_patches
+from shardwise.ops import one_device
+from shardwise.plan import CostModel, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by
 from shardwise.tensor import (
     CommunicationError,
     DTensor,
     MeshError,
-    arange,
-    compute_local_shape_and_global_offset,
-    distribute_tensor,
-    empty,
-    eye,
+    PlainTensorError,
     fork_rng,
-    full,
     get_rng_state,
-    linspace,
     manual_seed,
-    ones,
     policy,
-    rand,
-    randint,
-    randn,
-    randperm,
-    register_sharding,
     set_rng_state,
-    zeros,
 )
-from shardwise.verify.prove import prove as _prove
+from shardwise.verify import prove as _prove
 
-# rules cannot run ops, and say so: this is who does
+# staticmethod: binding a classmethod costs more than the call itself
+DTensor.__torch_dispatch__ = staticmethod(_dispatch)
+_install_patches()
 _prove_by(_prove)
 
 __version__ = "0.1.0"
@@ -56,12 +62,14 @@ __all__ = [
     "Partial",
     "PerRank",
     "Placement",
+    "PlainTensorError",
     "Plan",
     "Replicate",
     "RuleError",
     "Shard",
     "arange",
     "compute_local_shape_and_global_offset",
+    "costs",
     "distribute_tensor",
     "empty",
     "eye",

@@ -70,7 +70,7 @@ def test_each_rank_gets_its_block_of_the_whole(on, shape, data):
         assert (x.shape, x.dtype, x.stride()) == (whole.shape, dtype, whole.stride())
         for coord, block in blocks_of(x, mesh).items():
             assert block.is_contiguous()
-            assert torch.equal(block, take(whole, owned(x.layout, coord)))
+            assert torch.equal(block, take(whole, owned(x.sharding, coord)))
 
 
 @given(axes(), shapes(), st.data())
@@ -80,7 +80,7 @@ def test_a_pending_tensor_reduces_to_what_was_given(on, shape, data):
     with simulate(on.count):
         mesh = mesh_of(on)
         x = distribute_tensor(whole, mesh, said)
-        torch.testing.assert_close(value(blocks_of(x, mesh), x.layout), whole)
+        torch.testing.assert_close(value(blocks_of(x, mesh), x.sharding), whole)
 
 
 @pytest.mark.parametrize("source", [0, 1, 2, 3])
@@ -228,7 +228,7 @@ def test_blocks_with_a_shape_are_the_tensor_of_that_shape(layout, data):
         with counting() as ledger:
             x = tensor(whole, layout, mesh)
         assert ledger.collectives == 0
-        assert (x.layout, x.shape) == (layout, whole.shape)
+        assert (x.sharding, x.shape) == (layout, whole.shape)
         torch.testing.assert_close(value(blocks_of(x, mesh), layout), whole)
 
 
@@ -241,7 +241,7 @@ def test_a_check_finds_the_shape_of_uneven_blocks(layout):
         x = DTensor.from_local(blocks, mesh, layout.placements, run_check=True)
         # axes that empty blocks hide may be left out of the layout, never elements
         assert x.shape == whole.shape
-        torch.testing.assert_close(value(blocks_of(x, mesh), x.layout), whole)
+        torch.testing.assert_close(value(blocks_of(x, mesh), x.sharding), whole)
 
 
 @given(axes(), shapes(max_dims=3, max_size=3), st.data())
@@ -255,7 +255,7 @@ def test_without_a_shape_blocks_are_even(on, block, data):
                 expected[p.dim] *= on.sizes[axis]
         assert tuple(x.shape) == tuple(expected)
         for c in members_of(x.device_mesh).values():
-            assert block_shape(x.layout, c) == block
+            assert block_shape(x.sharding, c) == block
 
 
 def test_it_shares_memory_with_the_blocks(line):

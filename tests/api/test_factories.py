@@ -47,7 +47,7 @@ def square():
 
 def check(x, whole, layout, mesh):
     """The tensor has the whole's values in this layout, in dense blocks of its own."""
-    assert x.layout is layout
+    assert x.sharding is layout
     assert x.device_mesh is mesh
     assert (x.dtype, x.shape, x.stride()) == (whole.dtype, whole.shape, whole.stride())
     assert (x.requires_grad, x.is_leaf) == (False, True)
@@ -108,7 +108,7 @@ def test_arange_of_any_numbers_is_torchs_to_the_last_place(on, start, end, step,
     layout = data.draw(layouts(on, whole.shape, partial=False))
     with simulate(on.count):
         x = sw.arange(start, end, step, dtype=dtype, device_mesh=mesh_of(on), placements=layout.placements)
-        assert (x.layout, x.shape, x.dtype) == (layout, whole.shape, dtype)
+        assert (x.sharding, x.shape, x.dtype) == (layout, whole.shape, dtype)
         # torch's own last place depends on how wide the vectors of the processor are
         ulp = torch.finfo(dtype).eps * max(abs(start), abs(end), 1e-9)
         torch.testing.assert_close(x.full_tensor().ranks[0], whole, rtol=0, atol=2 * ulp)
@@ -138,7 +138,7 @@ def test_empty_has_blocks_of_the_right_shape_and_dtype(layout, dtype):
     with simulate(layout.axes.count):
         mesh = mesh_of(layout.axes)
         x = sw.empty(layout.shape, dtype=dtype, device_mesh=mesh, placements=layout.placements)
-        assert (x.layout, x.shape, x.dtype) == (layout, layout.shape, dtype or torch.get_default_dtype())
+        assert (x.sharding, x.shape, x.dtype) == (layout, layout.shape, dtype or torch.get_default_dtype())
         for coord, block in blocks_of(x, mesh).items():
             assert tuple(block.shape) == block_shape(layout, coord)
             assert block.dtype is x.dtype
@@ -243,7 +243,7 @@ def test_nothing_larger_than_a_block_is_made(kind):
         for said in ([Shard(0), Shard(0)], [Shard(0), Shard(-1)], [Shard(-1), R]):
             with Largest() as seen:
                 x = getattr(sw, kind)(*large.get(kind, (400, 300)), device_mesh=mesh, placements=said)
-            assert seen.numel <= largest_block(x.layout) < 120_000
+            assert seen.numel <= largest_block(x.sharding) < 120_000
 
 
 @pytest.mark.parametrize("kind", CALLS)

@@ -9,7 +9,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard, distribute_tensor, register_sharding
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch.router import forget
+from shardwise.plan.settings import forget_decisions
 from shardwise.rules import RuleError, verify
 from shardwise.rules.table import REGISTERED
 from shardwise.rules.tables.pointwise import pointwise
@@ -99,7 +99,7 @@ def _as_before():
     yield
     REGISTERED.clear()
     REGISTERED.update(before)
-    forget()
+    forget_decisions()
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_custom_op_runs_on_the_blocks_that_its_row_allows(mesh):
     a = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
     b = distribute_tensor(by, mesh, [Shard(0), Replicate()]).requires_grad_()
     out, sent = run(scaled, a, b, 2.0)
-    assert (str(out.layout), sent) == ("[5:dp, 3:tp]", 0)
+    assert (str(out.sharding), sent) == ("[5:dp, 3:tp]", 0)
     torch.testing.assert_close(whole(out), scaled(x, by, 2.0))
     x, by = x.requires_grad_(), by.requires_grad_()
     (out * out).sum().backward()
@@ -155,7 +155,7 @@ def test_a_row_may_be_made_elsewhere(mesh):
     assert register_sharding(centred_square, made) is made
     assert {"shardwise_test.centred_square.default": made} == REGISTERED
     x = distribute_tensor(numbers(5, 3), mesh, [Shard(0), Shard(1)])
-    assert str(centred_square(x).layout) == "[5:dp, 3:tp]"
+    assert str(centred_square(x).sharding) == "[5:dp, 3:tp]"
 
 
 def test_a_row_made_elsewhere_is_proved_too():
@@ -169,7 +169,7 @@ def test_a_pending_sum_passes_where_the_row_is_linear(mesh):
     x, by = numbers(4, 2), numbers(4)
     a = distribute_tensor(x, mesh, [Partial(), Replicate()])
     out, sent = run(scaled, a, distribute_tensor(by, mesh), 3.0)
-    assert (str(out.layout), sent) == ("[4, 2] P(dp,sum)", 0)
+    assert (str(out.sharding), sent) == ("[4, 2] P(dp,sum)", 0)
     torch.testing.assert_close(whole(out), scaled(x, by, 3.0))
 
 
@@ -177,7 +177,7 @@ def test_an_op_of_several_outputs(mesh):
     register_sharding(centred, "m !n -> m !n, m")
     x = numbers(5, 3)
     (out, mean), sent = run(centred, distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
-    assert (str(out.layout), str(mean.layout)) == ("[5:dp, 3]", "[5:dp]")
+    assert (str(out.sharding), str(mean.sharding)) == ("[5:dp, 3]", "[5:dp]")
     assert sent == 1
     for got, want in zip((out, mean), centred(x), strict=True):
         torch.testing.assert_close(whole(got), want)
@@ -185,10 +185,10 @@ def test_an_op_of_several_outputs(mesh):
 
 def test_it_comes_before_ours_even_if_the_op_has_run(mesh):
     x = distribute_tensor(numbers(4, 6), mesh, [Shard(0), Shard(1)])
-    assert str((x + x).layout) == "[4:dp, 6:tp]"
+    assert str((x + x).sharding) == "[4:dp, 6:tp]"
     register_sharding(aten.add.Tensor, "m !n, m !n -> m !n")
     out = x + x
-    assert str(out.layout) == "[4:dp, 6]"
+    assert str(out.sharding) == "[4:dp, 6]"
     torch.testing.assert_close(whole(out), numbers(4, 6) * 2)
     y = x.clone()
     y += x  # has the row of add; it may not move, so it runs on the whole
@@ -199,7 +199,7 @@ def test_an_op_with_several_forms_and_lists_of_ops(mesh):
     register_sharding([aten.exp, aten.sin.default], "… !n -> … !n")
     assert {*REGISTERED} == {"aten.exp.default", "aten.sin.default"}
     x = distribute_tensor(numbers(4, 6), mesh, [Shard(1), Shard(0)])
-    assert [str(f(x).layout) for f in (torch.exp, torch.sin)] == ["[4:tp, 6]"] * 2
+    assert [str(f(x).sharding) for f in (torch.exp, torch.sin)] == ["[4:tp, 6]"] * 2
 
 
 def test_a_letter_of_two_sizes_is_refused(mesh):
@@ -222,11 +222,11 @@ def test_a_function_lists_placements_for_one_axis_and_they_combine(mesh):
     assert register_sharding(aten._softmax.default)(softmax_placements) is softmax_placements
     x = numbers(5, 3, 4)
     out, sent = run(torch.softmax, distribute_tensor(x, mesh, [Shard(0), Shard(1)]), 2)
-    assert (str(out.layout), sent) == ("[5:dp, 3:tp, 4]", 0)
+    assert (str(out.sharding), sent) == ("[5:dp, 3:tp, 4]", 0)
     torch.testing.assert_close(whole(out), x.softmax(2))
     out, sent = run(torch.softmax, distribute_tensor(x, mesh, [Shard(0), Shard(1)]), 1)
-    assert (str(out.layout.dims[0]), sent) == (
-        str(distribute_tensor(x, mesh, [Shard(0)] * 2).layout.dims[0]),
+    assert (str(out.sharding.dims[0]), sent) == (
+        str(distribute_tensor(x, mesh, [Shard(0)] * 2).sharding.dims[0]),
         1,
     )
     torch.testing.assert_close(whole(out), x.softmax(1))
@@ -251,7 +251,7 @@ def test_the_cheapest_of_what_is_listed_is_taken(mesh):
     ):
         a, b = distribute_tensor(x, mesh, places[0]), distribute_tensor(y, mesh, places[1])
         out, sent = run(torch.mm, a, b)
-        assert (str(out.layout), sent) == (layout, cost)
+        assert (str(out.sharding), sent) == (layout, cost)
         torch.testing.assert_close(whole(out), x @ y)
 
 
@@ -259,7 +259,7 @@ def test_a_dim_too_small_for_the_mesh_is_not_cut_as_a_function_lists(mesh):
     register_sharding(aten._softmax.default)(softmax_placements)
     x = numbers(1, 4)
     out = distribute_tensor(x, mesh, [Shard(0), Replicate()]).softmax(1)
-    assert str(out.layout) == "[1, 4]"
+    assert str(out.sharding) == "[1, 4]"
     torch.testing.assert_close(whole(out), x.softmax(1))
 
 
@@ -312,7 +312,7 @@ def test_tensors_by_keyword_only(registered, mesh):
     a = distribute_tensor(x, mesh, [Shard(0), Replicate()])
     out, sent = run(keyed, a, y=distribute_tensor(y, mesh, [Shard(0), Replicate()]), z=-2.0)
     torch.testing.assert_close(whole(out), keyed(x, y=y, z=-2.0))
-    assert (str(out.layout), sent) == (("[5:dp, 3]", 0) if registered else ("[5, 3]", 2))
+    assert (str(out.sharding), sent) == (("[5:dp, 3]", 0) if registered else ("[5, 3]", 2))
 
 
 @pytest.mark.parametrize("form", ["ours", "torch's", None])
@@ -327,10 +327,10 @@ def test_an_op_that_only_writes(form, places, mesh):
     x, y = numbers(5, 3), numbers(5, 3).sin()
     a = distribute_tensor(x, mesh, places)
     b = distribute_tensor(y, mesh, [Shard(0), Replicate()])
-    before, local = a.layout, a._local_tensor
+    before, local = a.sharding, a._local_tensor
     result, sent = run(add_into, a, b)
     assert result is None
-    assert a.layout is before
+    assert a.sharding is before
     assert a._local_tensor is local
     if places == [Shard(0), Replicate()]:
         assert sent == (2 if form is None else 0)
@@ -366,7 +366,7 @@ def test_an_op_that_writes_and_returns_another_tensor(registered, mesh):
     out = push(a, distribute_tensor(y, mesh, [Shard(0), Shard(1)]))
     torch.testing.assert_close(whole(a), x + y)
     torch.testing.assert_close(whole(out), (x + y) * 10)
-    assert str(out.layout) == ("[5:dp, 3:tp]" if registered else "[5, 3]")
+    assert str(out.sharding) == ("[5:dp, 3:tp]" if registered else "[5, 3]")
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -377,7 +377,7 @@ def test_an_op_that_writes_to_a_keyword(registered, mesh):
     out = distribute_tensor(y, mesh, [Shard(0), Replicate()])
     assert keyed_into(distribute_tensor(x, mesh, [Replicate(), Shard(1)]), out=out) is None
     torch.testing.assert_close(whole(out), x + y)
-    assert str(out.layout) == "[5:dp, 3]"
+    assert str(out.sharding) == "[5:dp, 3]"
 
 
 def test_a_rule_without_a_fake_is_not_used_and_says_so(mesh, caplog):
@@ -388,7 +388,7 @@ def test_a_rule_without_a_fake_is_not_used_and_says_so(mesh, caplog):
         torch.testing.assert_close(whole(unknown(x)), numbers(5, 3) * 2)
     assert caplog.text.count("has a registered rule that is not used") == 1
     assert "torch.library.register_fake" in caplog.text
-    assert str(unknown(x).layout) == "[5, 3]"
+    assert str(unknown(x).sharding) == "[5, 3]"
 
 
 # Proof.
@@ -466,7 +466,7 @@ def registered_ops(form):
         by = distribute_tensor(numbers(5), mesh, [Shard(0), Replicate()])
         out, sent = run(scaled, x, by, 2.0)
         none, more = run(add_into, x, out)
-        return out.full_tensor(), x.full_tensor(), str(out.layout), none, sent + more
+        return out.full_tensor(), x.full_tensor(), str(out.sharding), none, sent + more
     finally:
         REGISTERED.clear()
 

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.call.resolve import row_name
-from shardwise.call.variants import is_composite, program_for, returning_form
+from shardwise.call.op_call import OpCall
+from shardwise.call.schema import op_info
+from shardwise.call.variants import program_for
 from shardwise.comm import counting
-from shardwise.dispatch import dry_run as rehearse
+from shardwise.dispatch import find_route, routes
+from shardwise.dispatch.dry_run import dry_run
+from shardwise.plan.settings import current_costs, forget_decisions
+from shardwise.torch_internals.dispatcher import is_composite
 from shardwise.rules.table import TABLE
 
 aten = torch.ops.aten
@@ -75,34 +79,40 @@ def test_what_the_op_refuses_is_refused(line):
         torch.add(x, x, out=spread(line, torch.zeros(8, 4, dtype=torch.int64)))
 
 
-def test_a_rehearsal_says_what_a_program_would_take(line):
+def sent_by(program, *args):
+    """The seconds that a program sends by its dry run; None if it needs values."""
+    found = dry_run(program, OpCall(aten.neg.default, args, {}), find_route)
+    return None if found is None else current_costs().total(found[0])
+
+
+def test_a_dry_run_tells_what_a_program_sends(line):
     x = spread(line, torch.randn(8, 4))
-    assert rehearse.rehearsed(lambda t: t.exp() + 1, (x,), {}) == 0.0
-    moved = rehearse.rehearsed(lambda t: t.sort(0).values, (x,), {})
-    assert moved is not None
-    assert moved > 0.0
-    assert rehearse.rehearsed(lambda t: t if t.sum().item() > 0 else -t, (x,), {}) is None
-    assert rehearse.rehearsed(lambda t: torch.zeros(3), (x,), {}) is None  # it has lost the mesh
+    assert sent_by(lambda t: t.exp() + 1, x) == 0.0
+    assert sent_by(lambda t: t.sort(0).values, x) > 0.0
+    assert sent_by(lambda t: t if t.sum().item() > 0 else -t, x) is None
+    assert sent_by(lambda t: torch.zeros(3), x) is None  # a plain tensor has no layout
 
 
 def test_a_program_that_sends_more_than_gathering_is_not_taken(line, monkeypatch):
     op = aten.mvlgamma.default
     x = spread(line, torch.randn(8, 4).abs() + 5)
-    assert rehearse.cheaper_program(op, (x, 2), {}) is not None
-    monkeypatch.setattr(
-        rehearse, "program_for", lambda func: lambda t, p: t.sort(0).values + t.sort(0).values
-    )
-    assert rehearse.cheaper_program(op, (x, 2), {}) is None
+    assert find_route(op, (x, 2), {}).kind == "decomposition"
+    monkeypatch.setattr(routes, "program_for", lambda func: lambda t, p: t.sort(0).values + t.sort(0).values)
+    forget_decisions()
+    assert find_route(op, (x, 2), {}).kind == "fallback"
+    forget_decisions()
 
 
-def test_what_a_program_within_a_program_leaves_pending_is_sent_too(line, monkeypatch):
+def test_a_reduction_that_a_nested_program_leaves_pending_is_sent_too(line, monkeypatch):
     x = spread(line, torch.randn(8, 4).abs() + 5)
-    made = {aten.mvlgamma.default: lambda t, p: t.sum(0)}
-    monkeypatch.setattr(rehearse, "program_for", made.get)
-    assert rehearse.rehearsed(lambda t: torch.mvlgamma(t, 2), (x,), {}) == 0.0
-    sent = rehearse.rehearsed(lambda t: torch.mvlgamma(t, 2).exp(), (x,), {})
-    assert sent == rehearse.rehearsed(lambda t: t.sum(0).exp(), (x,), {})
+    programs = {aten.mvlgamma.default: lambda t, p: t.sum(0)}
+    monkeypatch.setattr(routes, "program_for", programs.get)
+    forget_decisions()
+    assert sent_by(lambda t: torch.mvlgamma(t, 2), x) == 0.0
+    sent = sent_by(lambda t: torch.mvlgamma(t, 2).exp(), x)
+    assert sent == sent_by(lambda t: t.sum(0).exp(), x)
     assert sent > 0.0
+    forget_decisions()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64], ids=str)
@@ -122,8 +132,8 @@ def test_programs_are_not_made_of_views_or_draws():
     assert program_for(aten.diagonal.default) is None
     assert program_for(aten.bernoulli.default) is None
     assert program_for(aten.squeeze_.default) is None
-    assert returning_form(aten.add_.Tensor) is aten.add.Tensor
-    assert returning_form(aten.max.dim_max) is aten.max.dim
+    assert op_info(aten.add_.Tensor).functional is aten.add.Tensor
+    assert op_info(aten.max.dim_max).functional is aten.max.dim
     assert is_composite(aten.matmul.default)
     assert not is_composite(aten.mm.default)
 
@@ -138,4 +148,4 @@ def test_inference_mode_runs_composite_ops_as_what_they_are_made_of(line):
 
 
 def test_the_op_of_these_tests_has_no_row():
-    assert row_name(aten.mvlgamma.default)[0] not in TABLE
+    assert op_info(aten.mvlgamma.default).rule_name not in TABLE

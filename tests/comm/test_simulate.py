@@ -191,7 +191,7 @@ def test_meta_tensors_send_what_real_ones_do(sizes, op):
             with counting() as imagined:
                 y = meta.redistribute(placements=b)
             assert imagined.entries == sent.entries, (shape, dtype, a, b)
-            assert (y.layout, y.dtype, y.is_meta) == (x.layout, x.dtype, True)
+            assert (y.sharding, y.dtype, y.is_meta) == (x.sharding, x.dtype, True)
             assert [t.shape for t in y.to_local().ranks] == [t.shape for t in x.to_local().ranks]
 
 
@@ -268,7 +268,7 @@ def test_flattened_axes():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         flat = mesh._flatten("all")
         x = distribute_tensor(grid(6), flat, [Shard(0)])
-        assert repr(x.layout) == "[6:all]"
+        assert repr(x.sharding) == "[6:all]"
         assert [t.tolist() for t in x.to_local().ranks] == [[0, 1], [2, 3], [4, 5], []]
         total = DTensor.from_local(per_rank(lambda rank: torch.tensor([1.0 * rank])), flat, [Partial()])
         assert total.redistribute(all=R).to_local().ranks[2].item() == 6
@@ -317,7 +317,7 @@ def test_axes_of_one_rank():
     with simulate(3):
         mesh = init_device_mesh("cpu", (1, 3, 1), mesh_dim_names=("a", "b", "c"))
         x = distribute_tensor(grid(4), mesh, [Shard(0), Shard(0), Partial()])
-        assert repr(x.layout) == "[4:b]"
+        assert repr(x.sharding) == "[4:b]"
         with counting() as ledger:
             x.redistribute(a=R, c=R)
         assert ledger.collectives == 0

@@ -1,7 +1,9 @@
-"""Pictures of layouts: which rank holds what."""
+"""Pictures of layouts: which ranks hold which part."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import re
 import textwrap
@@ -108,35 +110,43 @@ PICTURES = {
 }
 
 
-def shape_of(text):
-    """A picture without what stands left of it."""
+def dedented(text):
+    """A picture without its indentation."""
     return textwrap.dedent("\n".join(line.rstrip() for line in text.strip("\n").splitlines())).rstrip()
 
 
 @pytest.mark.parametrize("text", PICTURES)
 def test_pictures(text):
     layout, _ = parse_layout(text, DP_TP)
-    assert shape_of(picture(layout)) == shape_of(PICTURES[text])
+    assert dedented(picture(layout)) == dedented(PICTURES[text])
+
+
+def stripes(text):
+    """The ranges `start:end` in a text."""
+    return [(int(start), int(end)) for start, end in re.findall(r"(\d+):(\d+)", text)]
+
+
+def covers(ranges, size):
+    """Whether ranges follow each other from 0 to a size."""
+    edges = [0, *(end for _, end in ranges)]
+    return [start for start, _ in ranges] == edges[:-1] and edges[-1] == size
 
 
 @given(axes(max_count=12), shapes(max_dims=2, min_size=1, max_size=7), st.data())
-def test_each_cell_names_the_ranks_that_own_it(on, shape, data):
+def test_each_cell_lists_the_ranks_that_own_it(on, shape, data):
     if not shape:
         shape = (3,)
     layout = data.draw(layouts(on, shape))
-    drawn = picture(layout).splitlines()
-    cols = [tuple(map(int, c)) for c in re.findall(r"(\d+):(\d+)", drawn[0])]
-    rows = [line for line in drawn if "│" in line]
-    assert cols[0][0] == 0
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(cols))
-    assert cols[-1][1] == layout.shape[-1]
-    for row in rows:
-        side, *cells = row.rstrip("│").split("│")
-        lo = int(side.split(":")[0]) if len(shape) == 2 else 0
-        for (start, end), cell in zip(cols, cells, strict=True):
+    lines = picture(layout).splitlines()
+    columns = stripes(lines[0])
+    rows = [line.rstrip("│").split("│") for line in lines if "│" in line]
+    sides = [stripe for side, *_ in rows for stripe in stripes(side)]
+    assert covers(columns, shape[-1])
+    assert covers(sides, shape[0]) if len(shape) == 2 else (sides == [] and len(rows) == 1)
+    for (_, *cells), side in zip(rows, sides or [(0, 1)], strict=True):
+        for column, cell in zip(columns, cells, strict=True):
             named = {int(n) for n in re.findall(r"\d+", cell)}
-            for i in range(start, end):
-                at = (lo, i) if len(shape) == 2 else (i,)
+            for at in itertools.product(*(range(*stripe) for stripe in (side, column)[-len(shape) :])):
                 expected = {
                     number
                     for number, c in enumerate(coords(on))
@@ -145,10 +155,10 @@ def test_each_cell_names_the_ranks_that_own_it(on, shape, data):
                 assert named == expected
 
 
-def test_ranks_can_be_named_and_cells_painted():
+def test_ranks_can_be_given_and_cells_painted():
     layout, _ = parse_layout("[4:dp, 4:tp]", DP_TP)
-    drawn = picture(layout, [7, 5, 6, 4], paint=lambda text, owner: f"<{owner}>{text.strip()}")
-    assert re.findall(r"<\d>\d", drawn) == ["<0>7", "<1>5", "<2>6", "<3>4"]
+    text = picture(layout, [7, 5, 6, 4], paint=lambda text, owner: f"<{owner}>{text.strip()}")
+    assert re.findall(r"<\d>\d", text) == ["<0>7", "<1>5", "<2>6", "<3>4"]
 
 
 @pytest.mark.parametrize("text", ["[]", "[2, 3, 4]", "[2, 3:tp, 4, 5]"])
@@ -157,34 +167,31 @@ def test_only_one_or_two_dims_can_be_drawn(text):
         picture(parse_layout(text, DP_TP)[0])
 
 
-def test_what_is_too_wide_is_not_drawn():
+def test_too_many_columns_are_an_error():
     with pytest.raises(LayoutError, match=r"(?s)too wide.*\n  why: .*\n  fix: "):
         picture(parse_layout("[100 4:tp]", DP_TP)[0])
 
 
-# ---- visualize_sharding
-
-
-def test_it_prints_header_layout_and_picture_once(capsys):
+def test_header_layout_and_picture_are_printed_once(capsys):
     with simulate(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         x = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0), Shard(1)])
         assert visualize_sharding(x, header="weights") is None
-        head, spec, *drawn = capsys.readouterr().out.splitlines()
+        head, spec, *lines = capsys.readouterr().out.splitlines()
         assert (head, spec) == ("weights", "f32[5:dp, 3:tp]")
-        assert "\n".join(drawn) == picture(x.layout)
+        assert "\n".join(lines) == picture(x.sharding)
         visualize_sharding(x, use_rich=True)
         assert capsys.readouterr().out.startswith("f32[5:dp, 3:tp]\n")
 
 
-def test_ranks_are_those_of_the_world(capsys):
+def test_printed_ranks_are_global_ranks(capsys):
     with simulate(5):
         mesh = sw.DeviceMesh("cpu", [[3, 1], [4, 2]], mesh_dim_names=("x", "y"))
         visualize_sharding(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
         assert re.findall(r" (\d) ", capsys.readouterr().out) == ["3", "1", "4", "2"]
 
 
-def test_of_an_empty_tensor_nothing_is_printed(capsys):
+def test_nothing_is_printed_for_an_empty_tensor(capsys):
     with simulate(2):
         visualize_sharding(
             distribute_tensor(torch.ones(0, 3), init_device_mesh("cpu", (2,)), [Shard(0)]), "head"
@@ -192,26 +199,23 @@ def test_of_an_empty_tensor_nothing_is_printed(capsys):
     assert capsys.readouterr().out == ""
 
 
-def drawn_here():
-    """On one rank: what it prints of tensors on the whole mesh, on its sub-mesh, and on a mesh it may be off."""
-    import contextlib
-    import io
-
+def ranks_printed():
+    """The ranks in the pictures that one rank prints: for a mesh of all ranks, its sub-mesh, and a mesh of two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     out = []
-    for where, said in (
+    for where, placements in (
         (mesh, [Shard(0), Shard(1)]),
         (mesh["tp"], [Shard(0)]),
         (sw.DeviceMesh("cpu", [3, 1]), [R]),
     ):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            visualize_sharding(distribute_tensor(torch.ones(4, 4), where, said))
+            visualize_sharding(distribute_tensor(torch.ones(4, 4), where, placements))
         out.append(re.findall(r"[ ,](\d(?:,\d)*) ", printed.getvalue()))
     return out
 
 
 def test_on_real_processes_the_first_rank_of_each_mesh_prints(workers):
-    whole, sub, other = zip(*workers.run(drawn_here), strict=True)
-    assert whole == (["0", "1", "2", "3"], [], [], [])
+    full, sub, other = zip(*workers.run(ranks_printed), strict=True)
+    assert full == (["0", "1", "2", "3"], [], [], [])
     assert sub == (["0", "1"], [], ["2", "3"], [])
     assert other == ([], [], [], ["3,1"])

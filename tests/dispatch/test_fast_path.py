@@ -6,8 +6,8 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise.dispatch.fast_path import _BOUND, _BOUND_METHODS, _BOUND_NN, binding
-from shardwise.dispatch.router import _ops
+from shardwise.torch_internals.dispatcher import _FUNCTIONS, _METHODS, _NN_FUNCTIONS, python_binding
+from shardwise.plan.settings import current_settings
 from shardwise.layout import block_shape
 
 pytestmark = pytest.mark.processes
@@ -95,7 +95,7 @@ def lone(rank_of):
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     x = sw.distribute_tensor(torch.arange(5.0).view(1, 5), mesh, [Shard(0)]).view(5)
     seen = [x.unsqueeze(-1), x.unsqueeze(0), torch.cat([x.unsqueeze(-1), x.unsqueeze(-1)], -1)]
-    fits = [tuple(v._local_tensor.shape) == block_shape(v.layout, (rank_of(),)) for v in seen]
+    fits = [tuple(v._local_tensor.shape) == block_shape(v.sharding, (rank_of(),)) for v in seen]
     return all(fits), seen[2].full_tensor().tolist() == [[i, i] for i in range(5)]
 
 
@@ -135,7 +135,7 @@ def kept():
     x = sw.distribute_tensor(A, mesh, [Shard(0)])
 
     def count():
-        return sum(len(known) for *_, known in _ops.values())
+        return sum(len(entry.runs) for entry in current_settings().routes.values())
 
     def use(number):
         return [x * number, x + number, torch.add(x, x, alpha=number), x.clone().mul_(number), number - x]
@@ -155,13 +155,13 @@ def test_numbers_that_no_row_reads_make_no_new_recipes(workers):
 
 
 def test_bindings_take_what_their_ops_take():
-    for name in _BOUND | _BOUND_METHODS | _BOUND_NN:
+    for name in _FUNCTIONS | _METHODS | _NN_FUNCTIONS:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             func = getattr(packet, overload)
             if any(a.is_out for a in func._schema.arguments):
                 continue
-            assert callable(binding(func)), func
+            assert callable(python_binding(func)), func
 
 
 def test_a_wrapped_block_is_a_dtensor_without_a_graph():

@@ -5,7 +5,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import counting
-from shardwise.dispatch.infer_rule import discovered
+from shardwise.dispatch.infer_rule import inferred_row
 from shardwise.rules import Call, Slot
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ def found(op, *shapes, dtypes=None, **args):
         dict(zip([n for n in names if n not in args], map(Slot, range(len(shapes))), strict=False)) | args
     )
     call = Call(str(op), given, (), tuple(shapes), (), (), tuple(dtypes or ["float64"] * len(shapes)))
-    rule = discovered(op).build(call)
+    rule = inferred_row(op).build(call)
     if rule is None:
         return None
     letters = {}
@@ -89,7 +89,7 @@ def test_an_op_declared_safe_runs_by_the_rule_that_is_found():
         with counting() as ledger:
             got = rows(given, by)
         assert ledger.bytes == 0
-        assert str(got.layout) == "[7:dp, 4, 3:tp]"
+        assert str(got.sharding) == "[7:dp, 4, 3:tp]"
         torch.testing.assert_close(got.full_tensor().ranks[3], rows(x, w))
         torch.testing.assert_close(whole.full_tensor().ranks[3], rows(x, w))
     assert sw.rules.verify(rows, [((x, w), {})]).candidates > 4

@@ -13,7 +13,7 @@ from tests.op_db.drawn import flat, swap
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.call.trace import Ran
+from shardwise.call.trace import TracedCall
 
 __all__ = ["cheaper"]
 
@@ -22,10 +22,10 @@ _MOST_TRIED = 40  # calls of one op that are tried in one process
 _MOST_ALIKE = 4  # tensors beside the split one that are tried split alike
 
 
-def cheaper(ran: Ran) -> str:
+def cheaper(call: TracedCall) -> str:
     """A split that could have stayed, as text, or empty: the op on pieces gives pieces, or addends, of its result."""
     given: list[Any] = []
-    args, kwargs = swap((ran.args, dict(ran.kwargs)), lambda t: given.append(t) or t)
+    args, kwargs = swap((call.args, dict(call.kwargs)), lambda t: given.append(t) or t)
     cuts = [
         (i, d)
         for i, t in enumerate(given)
@@ -34,8 +34,8 @@ def cheaper(ran: Ran) -> str:
         if any(f.axes for f in dim) and t.shape[d] >= _PIECES
     ]
     shown = swap((args, kwargs), lambda t: (t.dtype, tuple(t.shape)))
-    key = (str(ran.op), tuple(cuts), str(shown))
-    if not cuts or torch.Tag.dynamic_output_shape in ran.op.tags:
+    key = (str(call.op), tuple(cuts), str(shown))
+    if not cuts or torch.Tag.dynamic_output_shape in call.op.tags:
         return ""  # of pieces without duplicates the unique ones are pieces of the unique ones: no proof
     if key not in _known:
         tried = _tried[key[0]] = _tried.get(key[0], 0) + 1
@@ -43,7 +43,7 @@ def cheaper(ran: Ran) -> str:
             t.full_tensor().ranks[0].detach() if isinstance(t, sw.DTensor) else t.detach() for t in given
         ]
         _known[key] = (
-            _apart(lambda: _found(ran.op, args, kwargs, dense, cuts)) if tried <= _MOST_TRIED else ""
+            _apart(lambda: _found(call.op, args, kwargs, dense, cuts)) if tried <= _MOST_TRIED else ""
         )
     return _known[key]
 

@@ -30,7 +30,7 @@ class Tally:
     op: str
     dtype: str
     kinds: Counter[str] = field(default_factory=Counter)
-    rungs: Counter[str] = field(default_factory=Counter)
+    routes: Counter[str] = field(default_factory=Counter)
     whys: list[tuple[str, int, str]] = field(
         default_factory=list
     )  # verdict, number of the sample, what was seen
@@ -39,7 +39,7 @@ class Tally:
 
     def add(self, number: int, verdict: Verdict) -> None:
         self.kinds[verdict.kind] += 1
-        self.rungs += verdict.rungs
+        self.routes += verdict.routes
         self.cheaper |= verdict.cheaper
         if verdict.kind != "right":
             self.whys.append((verdict.kind, number, verdict.why))

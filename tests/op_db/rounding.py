@@ -11,7 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.torch_internals.lazy_bits import heeding
+from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
 __all__ = ["differs", "same_up_to_rounding"]
 
@@ -33,8 +33,8 @@ def differs(got: Any, want: Any, values: bool = True) -> str:
         return f"shape {tuple(got.shape)} not {tuple(want.shape)}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype} not {want.dtype}"
-    if got.layout != want.layout:
-        return f"layout {got.layout} not {want.layout}"
+    if got.sharding != want.sharding:
+        return f"layout {got.sharding} not {want.sharding}"
     if want.layout is not torch.strided and (why := _otherwise_sparse(got, want)):
         return why
     if not values:
@@ -136,7 +136,7 @@ class _Rounding(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
+        out = resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
         if any(a.alias_info is not None for a in func._schema.arguments):
             return out  # a view, or written in place: the same memory
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype != torch.bool]

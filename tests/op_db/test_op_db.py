@@ -51,6 +51,6 @@ def test_pending_parts_add_up_exactly(dtype):
             mesh = sw.init_device_mesh("cpu", mesh_shape)
             for seed in range(40):
                 x = distributed(t, mesh, random.Random(seed))
-                pending |= {op for _, op in x.layout.partial}
+                pending |= {op for _, op in x.sharding.partial}
                 assert all(torch.equal(r, t) for r in x.full_tensor().ranks)
     assert pending >= ({"sum"} if dtype != "bool" else {"max"})

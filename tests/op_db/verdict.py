@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.call.trace import Ran, watching
+from shardwise.call.trace import TracedCall, trace_calls
 
 __all__ = ["Verdict", "check"]
 
@@ -30,7 +30,7 @@ class Verdict:
 
     kind: str
     why: str = ""
-    rungs: Counter[str] = field(default_factory=Counter)
+    routes: Counter[str] = field(default_factory=Counter)
     cheaper: dict[str, str] = field(default_factory=dict)
 
 
@@ -127,13 +127,13 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
         seen.append(str(x._spec))
         return x
 
-    def watch(ran: Ran) -> None:
-        verdict.rungs[ran.rung] += 1
-        if judge and ran.rung == "whole" and ran.sends and (how := cheaper(ran)):
-            verdict.cheaper.setdefault(str(ran.op), how)
+    def watch(call: TracedCall) -> None:
+        verdict.routes[call.route] += 1
+        if judge and call.route == "fallback" and call.communicates and (how := cheaper(call)):
+            verdict.cheaper.setdefault(str(call.op), how)
 
     try:
-        with watching(watch):
+        with trace_calls(watch):
             mine, mine_grads = _evaluated(op, sample, put, wants)
     except Exception as error:
         verdict.kind = "error"

@@ -10,7 +10,7 @@ from torch.nn import init
 
 import shardwise as sw
 from shardwise import LayoutError, Replicate, Shard
-from shardwise.comm import members_of
+from shardwise.comm import counting, members_of
 from shardwise.layout import owned
 from shardwise.random.uniform import last_below
 
@@ -250,14 +250,35 @@ def test_ops_that_draw_nothing_are_the_same_inside_one_device():
         torch.testing.assert_close(torch.linalg.lstsq(a, b, driver="gels").residuals, alone)
 
 
-def test_checks_of_values_are_not_communication_unasked():
+@pytest.mark.parametrize(
+    ("draw", "message", "collectives"),
+    [
+        (lambda x: torch.bernoulli(x / 2), "p_in >= 0", 1),
+        (torch.poisson, "Poisson rate", 1),
+        (lambda x: torch.normal(x, x), "std >= 0", 1),
+        (lambda x: torch.multinomial(x, 2), "element < 0", 2),
+    ],
+    ids=["bernoulli", "poisson", "normal", "multinomial"],
+)
+def test_value_checks_communicate_where_implicit_communication_is_an_error(draw, message, collectives):
+    values = X.abs() + 0.1
+    sw.manual_seed(11)
+    with sw.one_device():
+        expected = draw(values)
     with sw.simulate(2):
-        x = sw.distribute_tensor(X.abs() + 0.1, mesh_of((2,)), [Shard(0)])
+        mesh = mesh_of((2,))
+        x = sw.distribute_tensor(values, mesh, [Shard(0)])
+        sw.manual_seed(11)
         with sw.policy(implicit="error"):
-            torch.bernoulli(x.clamp(max=1))
-            torch.poisson(x)
-            torch.normal(x, x)
-            torch.multinomial(x, 2)
+            with counting() as ledger:
+                got = draw(x)
+            with pytest.raises(sw.CommunicationError, match="cumsum"):
+                x.cumsum(0)
+        assert [(sent.step, sent.axes) for sent in ledger.entries] == [("all-reduce", ("dp",))] * collectives
+        assert torch.equal(whole(got), expected)
+        values[-1, 3] = -1  # in the block of the last rank
+        with sw.policy(implicit="error"), pytest.raises(RuntimeError, match=message):
+            draw(sw.distribute_tensor(values, mesh, [Shard(0)]))
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
@@ -302,7 +323,7 @@ def test_any_layout_draws_the_same(data):
         mesh = sw.init_device_mesh("cpu", axes.sizes, mesh_dim_names=axes.names)
         sw.manual_seed(8)
         got = draw(sw.distribute_tensor(torch.zeros(layout.shape, dtype=dtype), mesh, layout.placements))
-        assert got.layout == layout
+        assert got.sharding == layout
         for rank, coord in members_of(mesh).items():
             mine = expected
             for dim, indices in enumerate(owned(layout, coord)):

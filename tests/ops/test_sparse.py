@@ -13,11 +13,11 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, Replicate, Shard
-from shardwise.call.trace import watching
+from shardwise.call.trace import trace_calls
 from shardwise.comm import block_of, counting
 from shardwise.comm.sparse_parts import cut_sparse
 from shardwise.layout import Axes, parse_layout
-from shardwise.tensor.sparse_tensor import Sparse
+from shardwise.tensor.sparse_tensor import SparseDTensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -309,7 +309,7 @@ def assert_same(got, want):
         if not isinstance(w, Tensor):
             assert g == w
             continue
-        assert (g.layout, g.dtype, g.shape) == (w.layout, w.dtype, w.shape)
+        assert (g.sharding, g.dtype, g.shape) == (w.sharding, w.dtype, w.shape)
         if w.layout is torch.sparse_coo:
             assert g.sparse_dim() == w.sparse_dim()
             assert g.is_coalesced() or not w.is_coalesced()  # torch forgets it where it steals a gradient
@@ -331,7 +331,7 @@ def test_a_program_gives_what_it_gives_on_one_device(name, lies, caplog):
         for x in flat(got):
             if isinstance(x, DTensor):
                 assert x._local_tensor.ranks[0].dim() == x.dim()
-                assert isinstance(x, Sparse) == is_sparse(x)
+                assert isinstance(x, SparseDTensor) == is_sparse(x)
 
 
 def all_programs(lies):
@@ -420,7 +420,7 @@ def test_ranks_off_the_mesh_go_along(workers):
         tall() * 2,
     ]
     for rank, (shown, got) in enumerate(workers.run(off_the_mesh)):
-        assert shown == [("DTensor", (4, 3)), ("Sparse", (10, 4)), ("Sparse", (4, 3)), ("Sparse", (4, 3))]
+        assert shown == [("DTensor", (4, 3)), ("SparseDTensor", (10, 4)), ("SparseDTensor", (4, 3)), ("SparseDTensor", (4, 3))]
         if rank < 2:
             assert_same(got, want)
         else:
@@ -436,7 +436,7 @@ def mesh():
 def test_a_sparse_tensor_lies_whole_and_nowhere_else(mesh):
     x = sw.distribute_tensor(matrix(), mesh, [Shard(0)]).to_sparse_csr()
     assert x.placements == (Replicate(),)
-    assert str(x.layout) == "[4, 4]"
+    assert str(x.sharding) == "[4, 4]"
     assert x.redistribute(tp=Replicate()).to_local().ranks[3].layout is torch.sparse_csr
     for placement in (Shard(0), Partial()):
         with pytest.raises(LayoutError, match=r"(?s)sparse.*why: .*fix: .*to_dense"):
@@ -460,11 +460,11 @@ def test_a_plain_sparse_tensor_must_be_explained(mesh):
 def test_adding_to_a_split_tensor_sends_nothing(mesh):
     w = sw.distribute_tensor(table(), mesh, [Shard(0)])
     x = sw.distribute_tensor(table().to_sparse(1), mesh)
-    rungs = []
-    with counting() as ledger, watching(lambda ran: rungs.append(ran.rung)):
+    routes = []
+    with counting() as ledger, trace_calls(lambda call: routes.append(call.route)):
         w.add_(x, alpha=-1)
     assert ledger.bytes == 0
-    assert rungs == ["offer"]
+    assert routes == ["sparse"]
     assert not w.full_tensor().ranks[0].any()
 
 
@@ -478,7 +478,7 @@ def test_a_product_keeps_the_split_that_its_result_has(mesh, kind):
         with counting() as ledger:
             got = x @ y
         assert ledger.bytes == 0
-        assert str(got.layout) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
+        assert str(got.sharding) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
         assert_same(whole(got), matrix() @ tall() if x is a else tall().t() @ matrix())
     y = sw.distribute_tensor(tall(), mesh, [Shard(1)])
     with counting() as ledger:
@@ -546,6 +546,6 @@ def test_a_dense_op_is_not_mistaken_for_a_sparse_one(mesh):
     dense = sw.distribute_tensor(matrix(), mesh)
     for _ in range(2):
         assert type(dense * dense) is DTensor
-        assert type(dense.to_sparse() * dense.to_sparse()) is Sparse
-        assert type(dense.to_sparse_csr().sin()) is Sparse
+        assert type(dense.to_sparse() * dense.to_sparse()) is SparseDTensor
+        assert type(dense.to_sparse_csr().sin()) is SparseDTensor
         assert type(dense.sin()) is DTensor

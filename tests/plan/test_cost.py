@@ -30,15 +30,28 @@ def seconds(plan, model):
 
 
 def test_one_figure_is_that_of_every_axis():
-    assert CostModel(1e-5, 1e9).pace((0, 1)) == (1e-5, 1e9)
-    assert CostModel(1, 2).pace((1,)) == (1, 2)
+    assert CostModel(1e-5, 1e9).pace(ON, (0, 1)) == (1e-5, 1e9)
+    assert CostModel(1, 2).pace(ON, (1,)) == (1, 2)
 
 
 def test_a_step_over_several_axes_goes_at_the_pace_of_the_slowest():
-    model = CostModel(latency=(3.0, 1.0, 2.0), bandwidth=(10.0, 30.0, 20.0))
-    assert [model.pace((a,)) for a in range(3)] == [(3.0, 10.0), (1.0, 30.0), (2.0, 20.0)]
-    assert model.pace((1, 2)) == (2.0, 20.0)
-    assert model.pace((0, 1, 2)) == (3.0, 10.0)
+    model = CostModel(latency=(3.0, 1.0, 2.0), bandwidth={"a": 10.0, "b": 30.0, "c": 20.0})
+    on = Axes((2, 2, 2), ("a", "b", "c"))
+    assert [model.pace(on, (a,)) for a in range(3)] == [(3.0, 10.0), (1.0, 30.0), (2.0, 20.0)]
+    assert model.pace(on, (1, 2)) == (2.0, 20.0)
+    assert model.pace(on, (0, 1, 2)) == (3.0, 10.0)
+
+
+def test_an_axis_without_a_figure_goes_at_the_pace_of_the_slowest():
+    model = CostModel(latency=(3.0, 1.0), bandwidth={"dp": 10.0, "tp": 30.0})
+    on = Axes((2, 2, 2), ("tp", "dp", "cp"))
+    assert [model.pace(on, (a,)) for a in range(3)] == [(3.0, 30.0), (1.0, 10.0), (3.0, 10.0)]
+
+
+@pytest.mark.parametrize("figures", [{"latency": -1.0}, {"bandwidth": 0.0}, {"latency": ()}, {"bandwidth": {"a": -1.0}}])
+def test_figures_that_make_no_sense_are_refused(figures):
+    with pytest.raises(ValueError, match=r"(?s)CostModel got.*why.*fix"):
+        CostModel(**figures)
 
 
 def test_a_step_takes_its_latency_and_the_time_for_what_a_rank_sends_on_average():

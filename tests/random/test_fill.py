@@ -1,4 +1,4 @@
-"""Blocks: the fast path is the definition bit for bit, and blocks of any split are parts of one tensor."""
+"""Blocks: the fast paths equal the definition bit for bit, and the blocks of any layout are parts of one tensor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ draws = st.builds(Draw, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 
 @st.composite
 def cells(draw: st.DrawFn) -> Cells:
-    """Blocks at any place in tensors of up to 2**47 elements, of up to a few thousand elements themselves."""
+    """Blocks of up to a few thousand elements, anywhere in tensors of up to 2**47 elements."""
     shape, indices, count = [], [], 1
     for _ in range(draw(st.integers(0, 4))):
         size = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 13, 257, 1024, 4099, 70_001]))
@@ -94,37 +94,40 @@ def cells(draw: st.DrawFn) -> Cells:
     return Cells(shape, indices)
 
 
-def _memory(t: Tensor) -> Tensor:
-    """Values to compare bit for bit, the signs of zeros too."""
+def _bits(t: Tensor) -> Tensor:
+    """The bit patterns of values, which distinguish the signs of zeros."""
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def _by_definition(make: Maker, draw: Draw, cells: Cells) -> Tensor:
-    def defined(draw: Draw, cells: Cells, recipe: filling.Recipe, out: Tensor) -> None:
-        out.copy_(filling.define(draw, cells, recipe, out.dtype))
+    def define(draw: Draw, cells: Cells, recipe: filling.Recipe, out: Tensor) -> None:
+        values = filling.at(draw, torch.from_numpy(cells.linear(0, cells.numel)), recipe)
+        if out.dtype in (torch.bfloat16, torch.float16):
+            values = values.to(torch.float32)  # the one intermediate that all paths round through
+        out.copy_(values.view(cells.shape))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filling, "_by_numpy", defined)
+        patch.setattr(filling, "_by_numpy", define)
         return make(draw, cells)
 
 
-def _as_other_devices(make: Maker, draw: Draw, cells: Cells) -> Tensor:
+def _by_torch(make: Maker, draw: Draw, cells: Cells) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "_by_numpy", filling._by_torch)
         return make(draw, cells)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_fast_path_is_the_definition(name: str) -> None:
+def test_both_paths_equal_the_definition(name: str) -> None:
     make = MAKERS[name]
 
     @settings(max_examples=max(5, settings.default.max_examples // 5))
     @given(draws, cells())
     def check(draw: Draw, cells: Cells) -> None:
         fast = make(draw, cells)
-        expected = _memory(_by_definition(make, draw, cells))
-        assert torch.equal(_memory(fast), expected)
-        assert torch.equal(_memory(_as_other_devices(make, draw, cells)), expected)
+        expected = _bits(_by_definition(make, draw, cells))
+        assert torch.equal(_bits(fast), expected)
+        assert torch.equal(_bits(_by_torch(make, draw, cells)), expected)
         assert fast.is_contiguous()
 
     check()
@@ -134,30 +137,34 @@ def test_fast_path_is_the_definition(name: str) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        Cells((300_001,), (range(3, 300_000),)),  # longer than a chunk, unaligned at both ends
-        Cells((3, 2**41), (range(1, 3), range(2**34 - 33_001, 2**34 + 33_002))),  # blocks across 2**32
-        Cells((300, 4099), (range(300), range(1025, 2050))),  # rows that begin anywhere in a block
-        Cells((40_000, 3), (range(40_000), range(1, 2))),  # rows of one element
-        Cells((4, 9, 32_768), (range(4), [0, 1, 2, 5, 7], range(32_768))),  # a row of just about a chunk
+        Cells((300_001,), (range(3, 300_000),)),  # longer than a chunk, aligned at neither end
+        Cells(
+            (3, 2**41), (range(1, 3), range(2**34 - 33_001, 2**34 + 33_002))
+        ),  # Philox blocks on both sides of 2**32
+        Cells((300, 4099), (range(300), range(1025, 2050))),  # runs with every alignment to a Philox block
+        Cells((40_000, 3), (range(40_000), range(1, 2))),  # runs of one element
+        Cells((4, 9, 32_768), (range(4), [0, 1, 2, 5, 7], range(32_768))),  # runs of about a chunk
     ],
     ids=repr,
 )
-def test_large_blocks_are_the_definition(name: str, block: Cells) -> None:
+def test_large_blocks_equal_the_definition(name: str, block: Cells) -> None:
     make, draw = MAKERS[name], Draw(5, 2**33 + 1)
-    expected = _memory(_by_definition(make, draw, block))
-    assert torch.equal(_memory(make(draw, block)), expected)
-    assert torch.equal(_memory(_as_other_devices(make, draw, block)), expected)
+    expected = _bits(_by_definition(make, draw, block))
+    assert torch.equal(_bits(make(draw, block)), expected)
+    assert torch.equal(_bits(_by_torch(make, draw, block)), expected)
 
 
 @pytest.mark.parametrize("chunk", [257, 1024, 5000])
 @pytest.mark.parametrize(
     "name", ["uniform float32", "normal float32", "normal float64", "exponential bfloat16"]
 )
-def test_the_size_of_a_chunk_does_not_matter(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_do_not_depend_on_the_chunk_size(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, draw, block = MAKERS[name], Draw(5, 1), Cells((67, 701), (range(67), range(2, 700)))
     expected = make(draw, block)
     monkeypatch.setattr(filling, "CHUNK", chunk)
-    assert torch.equal(_memory(make(draw, block)), _memory(expected))
+    assert torch.equal(_bits(make(draw, block)), _bits(expected))
 
 
 @given(st.data())
@@ -167,26 +174,26 @@ def test_blocks_of_any_layout_are_parts_of_one_tensor(data: st.DataObject) -> No
     make = MAKERS[data.draw(st.sampled_from(sorted(MAKERS)))]
     draw = data.draw(draws)
     shape = layout.shape
-    whole = make(draw, Cells(shape))
+    full = make(draw, Cells(shape))
     for coord in itertools.product(*map(range, axes.sizes)):
         index = owned(layout, coord)
         block = make(draw, Cells(shape, index))
-        part = whole
-        for dim, these in enumerate(index):
-            part = part.index_select(dim, torch.tensor(list(these), dtype=torch.int64))
-        assert torch.equal(_memory(block), _memory(part))
+        part = full
+        for dim, indices in enumerate(index):
+            part = part.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
+        assert torch.equal(_bits(block), _bits(part))
 
 
 @given(cells())
 def test_linear_indices_are_row_major(block: Cells) -> None:
     expected = torch.zeros((), dtype=torch.int64)
-    for size, index in zip(block.whole, block.indices, strict=True):
+    for size, index in zip(block.full_shape, block.indices, strict=True):
         expected = expected[..., None] * size + torch.tensor(list(index), dtype=torch.int64)
     assert block.linear(0, block.numel).tolist() == expected.reshape(-1).tolist()
     assert block.rows * block.run == block.numel
 
 
-def test_indices_across_long_runs_are_made_alone() -> None:
+def test_indices_of_a_few_elements_between_long_runs() -> None:
     block = Cells((2, 2**42), (range(2), range(5, 2**42)))
     end = 2**42 - 5
     assert block.linear(end - 2, end + 2).tolist() == [2**42 - 2, 2**42 - 1, 2**42 + 5, 2**42 + 6]
@@ -204,7 +211,9 @@ def test_indices_across_long_runs_are_made_alone() -> None:
         ((), (), 1, 1),
     ],
 )
-def test_neighbours_are_one_run(shape: tuple[int, ...], indices: tuple, rows: int, run: int) -> None:
+def test_adjacent_elements_are_merged_into_one_run(
+    shape: tuple[int, ...], indices: tuple, rows: int, run: int
+) -> None:
     block = Cells(shape, indices)
     assert (block.rows, block.run) == (rows, run)
 
@@ -234,22 +243,22 @@ def test_out_is_written_to(name: str) -> None:
     out = torch.empty(3, 3, dtype=t)
     assert make(draw, block, t, out=out) is out
     assert torch.equal(out, make(draw, block, t))
-    turned = torch.empty(3, 3, dtype=t).T  # whatever its strides
-    assert make(draw, block, t, out=turned) is turned
-    assert torch.equal(turned, out)
+    transposed = torch.empty(3, 3, dtype=t).T
+    assert make(draw, block, t, out=transposed) is transposed
+    assert torch.equal(transposed, out)
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 4096, 4097, 10_000, 65_537, 100_003])
-def test_permutation_is_one_and_its_blocks_are_parts(n: int) -> None:
-    whole = permutation(Draw(3, 9), Cells((n,)))
-    assert torch.equal(whole.sort().values, torch.arange(n))
+def test_a_permutation_has_each_number_once_and_its_blocks_are_parts_of_it(n: int) -> None:
+    full = permutation(Draw(3, 9), Cells((n,)))
+    assert torch.equal(full.sort().values, torch.arange(n))
     for lo, hi in ((0, n // 3), (n // 3, n), (n - 1, n)):
-        assert torch.equal(permutation(Draw(3, 9), Cells((n,), (range(lo, hi),))), whole[lo:hi])
+        assert torch.equal(permutation(Draw(3, 9), Cells((n,), (range(lo, hi),))), full[lo:hi])
     if n > 2:
-        assert not torch.equal(whole, permutation(Draw(3, 10), Cells((n,))))
+        assert not torch.equal(full, permutation(Draw(3, 10), Cells((n,))))
 
 
-def test_a_block_of_a_huge_permutation_is_made_alone() -> None:
+def test_a_block_of_a_huge_permutation_is_computed_by_itself() -> None:
     n = 2**45 + 7
     some = permutation(Draw(3, 9), Cells((n,), (range(n - 1000, n),)))
     assert len(some.unique()) == 1000

@@ -1,4 +1,4 @@
-"""Philox words: the published ones, the same in torch and NumPy, and none used twice."""
+"""Philox words: equal to the published ones, the same in torch and NumPy, with distinct counters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.random.philox import CHUNK, Draw, Lanes, counters, philox
+from shardwise.random.philox import CHUNK, Draw, Workspace, counters, philox
 
-# The test vectors of Random123 for philox4x32-10: counter, key, words
+# Test vectors of Random123 for philox4x32-10: counter, key, words
 PUBLISHED = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -23,7 +23,7 @@ def _words(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), PUBLISHED)
-def test_words_are_the_published_ones(counter: str, key: str, expected: str) -> None:
+def test_words_equal_the_published_ones(counter: str, key: str, expected: str) -> None:
     k0, k1 = _words(key)
     c = _words(counter)
     assert list(philox(c, k0 | k1 << 32)) == _words(expected)
@@ -31,7 +31,7 @@ def test_words_are_the_published_ones(counter: str, key: str, expected: str) -> 
     assert [word.item() for word in tensors] == _words(expected)
     draw, lane = Draw(k0 | k1 << 32, c[2] | c[3] << 32), c[1] >> 16
     block = np.array([c[0] | (c[1] & 0xFFFF) << 32], np.uint64)
-    even, odd = Lanes().words(draw, block, lane)
+    even, odd = Workspace().words(draw, block, lane)
     assert [
         int(even[0, 0]),
         int(odd[0, 0]) & 0xFFFFFFFF,
@@ -49,18 +49,18 @@ def test_words_are_the_published_ones(counter: str, key: str, expected: str) -> 
 )
 def test_torch_and_numpy_agree(seed: int, position: int, lane: int, blocks: list[int], near: bool) -> None:
     draw = Draw(seed, position)
-    if near:  # one upper half for all, which has a way of its own
+    if near:  # the same upper half, which takes the shortened first rounds
         blocks = [blocks[0] >> 32 << 32 | block & 0xFFFFFFFF for block in blocks]
     expected = philox(counters(draw, torch.tensor(blocks), lane), seed)
-    even, odd = Lanes().words(draw, np.array(blocks, np.uint64), lane)
+    even, odd = Workspace().words(draw, np.array(blocks, np.uint64), lane)
     found = [even[0], odd[0] & np.uint64(0xFFFFFFFF), even[1], odd[1] & np.uint64(0xFFFFFFFF)]
     assert [word.tolist() for word in found] == [word.tolist() for word in expected]
 
 
-def test_block_range_counts_from_any_block() -> None:
-    lanes = Lanes()
-    assert lanes.block_range(2**40 + 3, 4).tolist() == [2**40 + 3 + i for i in range(4)]
-    assert len(lanes.block_range(0, CHUNK)) == CHUNK
+def test_block_range_starts_at_any_block() -> None:
+    workspace = Workspace()
+    assert workspace.block_range(2**40 + 3, 4).tolist() == [2**40 + 3 + i for i in range(4)]
+    assert len(workspace.block_range(0, CHUNK)) == CHUNK
 
 
 def test_counters_differ_by_block_lane_and_position() -> None:

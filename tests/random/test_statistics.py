@@ -1,4 +1,4 @@
-"""Whether the numbers look random: moments, distribution functions, tails, and no relation between neighbours."""
+"""Statistical quality: moments, distribution functions, tails, and independence of neighbours."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from shardwise.random import (
     uniform,
 )
 from shardwise.random.fill import Recipe, at
+from shardwise.random.normal import box_muller
 
 DRAW = Draw(2**63 + 12345, 77)
 MILLION = Cells((10**6,))
@@ -34,16 +35,17 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def kolmogorov_smirnov(u: Tensor) -> float:
-    """How far numbers are from uniform ones, of which a thousandth are above 1.95."""
+    """The Kolmogorov-Smirnov statistic of numbers against the uniform distribution; 1.95 is the 0.1 % level."""
     n = u.numel()
     u = u.double().sort().values
     steps = torch.arange(n + 1, dtype=torch.float64) / n
     return float(max((steps[1:] - u).max(), (u - steps[:-1]).max())) * math.sqrt(n)
 
 
-def standing(found: Tensor, expected: Tensor) -> float:
-    """Chi-square of counts, as a standard score."""
+def chi_square(found: Tensor, expected: Tensor) -> float:
+    """The chi-square statistic of counts, as a standard score."""
     keep = expected > 10
+    assert keep.any()
     found, expected = found.double()[keep], expected.double()[keep]
     free = keep.sum().item()
     return (((found - expected) ** 2 / expected).sum().item() - free) / math.sqrt(2 * free)
@@ -68,10 +70,8 @@ def test_normal_numbers_of_float32() -> None:
 
 
 def test_far_tails_are_reached() -> None:
-    """What is above 5.5 in 4 * 10**9 numbers is what words near 0 make; here such words are asked for themselves."""
-    words = torch.arange(0, 4000, dtype=torch.int32)  # of 2**32
-    from shardwise.random.normal import box_muller
-
+    """Numbers above 5.5 come from words near 0, which are rare in a sample and therefore given here."""
+    words = torch.arange(0, 4000, dtype=torch.int32)
     value, other = box_muller(words, torch.zeros_like(words))
     radius = torch.hypot(value.double(), other.double())
     u = (words.double() // 2 + 0.5) / 2**31
@@ -110,7 +110,7 @@ def test_uniform_numbers(dtype: torch.dtype, bits: int) -> None:
     else:
         counts = torch.bincount((u * 2.0**bits).long(), minlength=2**bits)
         assert len(counts) == 2**bits
-        assert abs(standing(counts, torch.full((2**bits,), 1e6 / 2**bits))) < 4
+        assert abs(chi_square(counts, torch.full((2**bits,), 1e6 / 2**bits))) < 4
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -131,16 +131,16 @@ def test_uniform_numbers_stay_below_high(dtype: torch.dtype, low: float, high: f
 
 @pytest.mark.parametrize("shift", [1, 2, 3, 4, 8, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_neighbours_are_unrelated(dtype: torch.dtype, shift: int) -> None:
+def test_neighbours_are_uncorrelated(dtype: torch.dtype, shift: int) -> None:
     u, z = uniform(DRAW, MILLION, dtype), normal(DRAW, MILLION, dtype)
     assert abs(correlation(u[shift:], u[:-shift])) < 4
     assert abs(correlation(z[shift:], z[:-shift])) < 4
     assert abs(correlation(z[shift:] ** 2, z[:-shift] ** 2)) < 4
 
 
-def test_positions_seeds_and_lanes_are_unrelated() -> None:
+def test_positions_seeds_and_lanes_are_uncorrelated() -> None:
     index = torch.arange(200_000)
-    recipe = Recipe(True, each=lambda word: word.double())
+    recipe = Recipe(True, lambda word: word.double())
     draws = [Draw(7, 1), Draw(7, 2), Draw(7, 1 + 2**32), Draw(8, 1), Draw(7 + 2**32, 1), Draw(1, 7)]
     samples = [at(draw, index, recipe) for draw in draws]
     samples += [at(draws[0], index, recipe, lane=lane) for lane in (1, 2, 2**15)]
@@ -177,7 +177,7 @@ def test_bernoulli_of_many_probabilities() -> None:
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
-def test_what_is_not_a_probability_is_an_error(p: float) -> None:
+def test_invalid_probabilities_are_an_error(p: float) -> None:
     with pytest.raises(LayoutError, match="probability"):
         bernoulli(DRAW, Cells((3,)), torch.bool, p=p)
     with pytest.raises(LayoutError, match="probability"):
@@ -189,7 +189,7 @@ def test_integers_of_small_ranges(low: int, high: int) -> None:
     x = integers(DRAW, MILLION, torch.int64, low=low, high=high)
     counts = torch.bincount(x - low, minlength=high - low)
     assert len(counts) == high - low
-    assert abs(standing(counts, torch.full((high - low,), 1e6 / (high - low)))) < 4
+    assert abs(chi_square(counts, torch.full((high - low,), 1e6 / (high - low)))) < 4
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_integers_of_large_ranges(size: int) -> None:
     x = integers(DRAW, MILLION, torch.int64, low=low, high=low + size)
     u = (x.double() - float(low)) / float(size)
     assert 0 <= u.min() < u.max() <= 1
-    if size in (2**63 + 5, 3 * 2**62):  # as torch's: the words beyond the range fall on its beginning
+    if size in (2**63 + 5, 3 * 2**62):  # as in torch, words beyond the range wrap around to its start
         assert u.max() > 0.99
     else:
         assert kolmogorov_smirnov(u) < 1.95
@@ -209,14 +209,14 @@ def test_integers_of_large_ranges(size: int) -> None:
 @pytest.mark.parametrize(
     "dtype", [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 )
-def test_random_has_torchs_ranges(dtype: torch.dtype) -> None:
+def test_default_ranges_are_those_of_torch(dtype: torch.dtype) -> None:
     low, high = random_range(dtype, None, None)
     x = integers(DRAW, MILLION, dtype, "cpu", low, high)
-    theirs = torch.empty(10**6, dtype=dtype).random_()
+    expected = torch.empty(10**6, dtype=dtype).random_()
     assert x.dtype == dtype
     assert x.min() >= 0
-    assert x.double().max().item() == pytest.approx(theirs.double().max().item(), rel=1e-3, abs=1)
-    assert x.double().mean().item() == pytest.approx(theirs.double().mean().item(), rel=0.01)
+    assert x.double().max().item() == pytest.approx(expected.double().max().item(), rel=1e-3, abs=1)
+    assert x.double().mean().item() == pytest.approx(expected.double().mean().item(), rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -225,15 +225,6 @@ def test_integers_as_floats_stay_in_range(dtype: torch.dtype) -> None:
     x = integers(DRAW, Cells((10**5,)), dtype, low=1, high=min(high, 2**62)).double()
     assert x.min() >= 1
     assert x.max().item() < high
-
-
-@pytest.mark.parametrize(
-    ("dtype", "low", "high"),
-    [(torch.int8, 0, 129), (torch.uint8, -1, 3), (torch.int64, 3, 3), (torch.bool, 0, 3)],
-)
-def test_integers_out_of_range_are_an_error(dtype: torch.dtype, low: int, high: int) -> None:
-    with pytest.raises(LayoutError):
-        integers(DRAW, Cells((3,)), dtype, low=low, high=high)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -262,7 +253,7 @@ def test_geometric(p: float, dtype: torch.dtype) -> None:
     assert x.min() == 1
     k = torch.arange(1, int(x.max()) + 1).double()
     found = torch.bincount(x.long() - 1)
-    assert abs(standing(found, 1e6 * p * (1 - p) ** (k - 1))) < 4
+    assert abs(chi_square(found, 1e6 * p * (1 - p) ** (k - 1))) < 4
     assert abs(x.mean().item() - 1 / p) <= 4 * math.sqrt(1 - p) / p / 1e3
 
 
@@ -272,7 +263,7 @@ def test_poisson(rate: float) -> None:
     x = poisson(DRAW, Cells((n,)), torch.full((n,), rate, dtype=torch.float64))
     k = torch.arange(int(x.max()) + 1).double()
     chance = (k * math.log(rate) - rate - torch.lgamma(k + 1)).exp()
-    assert abs(standing(torch.bincount(x.long()), n * chance)) < 4
+    assert abs(chi_square(torch.bincount(x.long()), n * chance)) < 4
     assert abs(x.mean().item() - rate) < 4 * math.sqrt(rate / n)
 
 
@@ -286,7 +277,7 @@ def test_binomial(count: int, p: float) -> None:
     k = torch.arange(int(x.max()) + 1).double()
     ways = math.lgamma(count + 1) - torch.lgamma(k + 1) - torch.lgamma(count - k + 1)
     chance = (ways + k * math.log(p) + (count - k) * math.log1p(-p)).exp()
-    assert abs(standing(torch.bincount(x.long()), n * chance)) < 4
+    assert abs(chi_square(torch.bincount(x.long()), n * chance)) < 4
     assert abs(x.mean().item() - count * p) < 4 * math.sqrt(count * p * (1 - p) / n)
 
 
@@ -300,23 +291,29 @@ def test_gamma(shape: float) -> None:
 def test_edges_of_poisson_binomial_and_gamma() -> None:
     assert poisson(DRAW, Cells((50,)), torch.zeros(50)).eq(0).all()
     some = torch.full((50,), 7.0)
-    for p, all_of_them in ((0.0, 0.0), (1.0, 7.0)):
-        assert binomial(DRAW, Cells((50,)), some, torch.full((50,), p)).eq(all_of_them).all()
-        assert binomial(DRAW, Cells((50,)), some * 1000, torch.full((50,), p)).eq(1000 * all_of_them).all()
+    for p, successes in ((0.0, 0.0), (1.0, 7.0)):
+        assert binomial(DRAW, Cells((50,)), some, torch.full((50,), p)).eq(successes).all()
+        assert binomial(DRAW, Cells((50,)), some * 1000, torch.full((50,), p)).eq(1000 * successes).all()
     assert binomial(DRAW, Cells((50,)), torch.zeros(50), torch.full((50,), 0.4)).eq(0).all()
     assert (gamma(DRAW, Cells((50,)), torch.full((50,), 1e-3)) > 0).all()
-    for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(LayoutError):
-            poisson(DRAW, Cells((1,)), torch.tensor([bad]))
-        with pytest.raises(LayoutError):
-            gamma(DRAW, Cells((1,)), torch.tensor([bad]))
-        with pytest.raises(LayoutError):
-            binomial(DRAW, Cells((1,)), torch.tensor([bad]), torch.tensor([0.5]))
 
 
-def test_rejection_belongs_to_the_element() -> None:
-    """What an element gets does not depend on which others are tried with it."""
-    shape, whole = (60, 50), Cells((60, 50))
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_invalid_parameters_of_poisson_binomial_and_gamma_are_an_error(bad: float) -> None:
+    one, value = Cells((1,)), torch.tensor([bad])
+    with pytest.raises(LayoutError, match="poisson got a rate that is negative or not finite"):
+        poisson(DRAW, one, value)
+    with pytest.raises(LayoutError, match="gamma got a shape parameter that is not positive or not finite"):
+        gamma(DRAW, one, value)
+    with pytest.raises(LayoutError, match="binomial got a count that is negative or not finite"):
+        binomial(DRAW, one, value, torch.tensor([0.5]))
+    with pytest.raises(LayoutError, match=r"or a probability outside 0\.\.1"):
+        binomial(DRAW, one, torch.ones(1), value)
+
+
+def test_rejection_is_independent_per_element() -> None:
+    """The number of an element does not depend on the other elements of the block."""
+    shape, full = (60, 50), Cells((60, 50))
     rates = torch.logspace(-2, 5, 3000, dtype=torch.float64)[torch.randperm(3000)].view(shape)
     p = torch.rand(shape, dtype=torch.float64)
     makers = [
@@ -325,7 +322,7 @@ def test_rejection_belongs_to_the_element() -> None:
         lambda cells, at: gamma(DRAW, cells, rates[at]),
     ]
     for make in makers:
-        dense = make(whole, (slice(None), slice(None)))
+        dense = make(full, (slice(None), slice(None)))
         for rows, cols in (
             (slice(0, 60), slice(7, 8)),
             (slice(3, 40), slice(10, 49)),
@@ -337,29 +334,57 @@ def test_rejection_belongs_to_the_element() -> None:
 
 @pytest.mark.parametrize("n", [5, 4096, 4097, 10_007])
 def test_permutations_look_uniform(n: int) -> None:
-    """Over many draws each place holds each number alike, neighbours are unrelated, and cycles are as many as usual."""
+    """Over many draws: uniform values at each position, uncorrelated neighbours, the expected number of fixed points."""
     draws = 600 if n < 4097 else 200
-    all_of_them = torch.stack([permutation(Draw(5, k), Cells((n,))) for k in range(draws)])
+    permutations = torch.stack([permutation(Draw(5, k), Cells((n,))) for k in range(draws)])
     bins = min(n, 16)
-    for place in (0, 1, n // 2, n - 1):
-        counts = torch.bincount(all_of_them[:, place] * bins // n, minlength=bins)
+    for position in (0, 1, n // 2, n - 1):
+        counts = torch.bincount(permutations[:, position] * bins // n, minlength=bins)
         width = torch.bincount(torch.arange(n) * bins // n, minlength=bins)
-        assert abs(standing(counts, draws * width / n)) < 4
+        assert abs(chi_square(counts, draws * width / n)) < 4
     if n > 5:
-        x = all_of_them.double()
+        x = permutations.double()
         assert abs(correlation(x[:, 1:].reshape(-1), x[:, :-1].reshape(-1))) < 4.5
         assert abs(correlation(x[1:].reshape(-1), x[:-1].reshape(-1))) < 4.5
         assert abs(correlation(x.reshape(-1), torch.arange(n).repeat(draws))) < 4.5
-        ahead = (
-            all_of_them[:, 1:] - all_of_them[:, :-1]
-        ).abs()  # neighbours that stay neighbours: 2 of them on average
-        assert abs(ahead.eq(1).sum().item() - 2 * draws) < 4.5 * math.sqrt(2 * draws)
-    fixed = all_of_them.eq(torch.arange(n)).sum().item()
+        steps = permutations.diff(dim=1).abs()  # on average, 2 neighbours stay neighbours
+        assert abs(steps.eq(1).sum().item() - 2 * draws) < 4.5 * math.sqrt(2 * draws)
+    fixed = permutations.eq(torch.arange(n)).sum().item()
     assert abs(fixed - draws) < 4.5 * math.sqrt(draws)
 
 
-def test_each_small_permutation_is_as_likely() -> None:
+def test_small_permutations_are_equally_likely() -> None:
     found = torch.stack([permutation(Draw(6, k), Cells((4,))) for k in range(4800)])
     counts = (found * torch.tensor([64, 16, 4, 1])).sum(1).unique(return_counts=True)[1]
     assert len(counts) == 24
-    assert abs(standing(counts, torch.full((24,), 200.0))) < 4
+    assert abs(chi_square(counts, torch.full((24,), 200.0))) < 4
+
+
+THREE = Cells((3,))
+HUGE = Cells((2**49,), (range(3),))
+ERRORS = {
+    "integers out of the dtype's range": (lambda: integers(DRAW, THREE, torch.int8, high=129), r"int8 holds the integers -128\.\.127"),
+    "negative integers of an unsigned dtype": (lambda: integers(DRAW, THREE, torch.uint8, low=-1), r"uint8 holds the integers 0\.\.255"),
+    "integers of bool": (lambda: integers(DRAW, THREE, torch.bool, high=3), r"bool holds the integers 0\.\.1"),
+    "no integers": (lambda: integers(DRAW, THREE, torch.int64, low=3, high=3), "from 1 to 2\\*\\*64 integers"),
+    "uniform integers": (lambda: uniform(DRAW, THREE, torch.int64), "uniform was called for a tensor of dtype torch.int64"),
+    "normal integers": (lambda: normal(DRAW, THREE, torch.int64), "normal was called for a tensor of dtype torch.int64"),
+    "complex exponential": (lambda: exponential(DRAW, THREE, torch.complex64), "exponential was called for"),
+    "rate 0": (lambda: exponential(DRAW, THREE, torch.float32, lambd=0.0), "the rate must be positive"),
+    "geometric with p=0": (lambda: geometric(DRAW, THREE, torch.int64, p=0.0), "geometric got p=0.0"),
+    "permutation as int8": (lambda: permutation(DRAW, Cells((129,)), torch.int8), "largest integer of torch.int8 is 127"),
+    "probabilities of another shape": (lambda: bernoulli(DRAW, THREE, torch.bool, p=torch.ones(2)), r"shape \(2,\) for a block of shape \(3,\)"),
+    "rates of another shape": (lambda: poisson(DRAW, THREE, torch.ones(2)), r"shape \(2,\) were given for a block of shape \(3,\)"),
+    "rejection for too many elements": (lambda: gamma(DRAW, HUGE, torch.ones(3)), r"a Philox block of its own"),
+    "indices of another number of dims": (lambda: Cells((2, 3), (range(2),)), "indices for 1 dims"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_state_what_why_and_how_to_fix_it(name: str) -> None:
+    call, message = ERRORS[name]
+    with pytest.raises(LayoutError, match=message) as caught:
+        call()
+    assert caught.value.what.endswith(".")
+    assert caught.value.why
+    assert caught.value.fix

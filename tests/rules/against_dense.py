@@ -59,7 +59,7 @@ def check(
         with counting() as ledger:
             got = flat(fn(*mine))
         assert not free or ledger.bytes == 0, [str(e) for e in ledger.entries]
-        assert lies is None or str(got[0].layout) == lies
+        assert lies is None or str(got[0].sharding) == lies
         for g, w in zip(got, want, strict=True):
             for rank in g.full_tensor().ranks:
                 torch.testing.assert_close(rank, w.detach(), equal_nan=True)

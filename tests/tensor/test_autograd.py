@@ -69,7 +69,7 @@ def cubed(full, w):
 
 def check_grad(found, expected, mesh, layout):
     """A gradient of this value; nothing of it is pending, and it lies as its tensor does."""
-    assert found.layout is layout.with_partial({})
+    assert found.sharding is layout.with_partial({})
     check_value(found, expected, mesh)
 
 
@@ -77,7 +77,7 @@ def check_value(found, expected, mesh):
     """A gradient of this value, however it lies."""
     assert isinstance(found, DTensor)
     assert found.dtype is expected.dtype
-    held = value(blocks_of(found, mesh), found.layout)
+    held = value(blocks_of(found, mesh), found.sharding)
     torch.testing.assert_close(held, wide(expected), rtol=1e-12, atol=1e-12)
 
 
@@ -91,7 +91,7 @@ def test_redistribute_between_all_placements(square, source):
         x, dense = made(square, source)
         cubed(x.redistribute(placements=target).full_tensor(), w).backward()
         cubed(dense, w).backward()
-        check_grad(x.grad, dense.grad, square, x.layout)
+        check_grad(x.grad, dense.grad, square, x.sharding)
 
 
 @given(st.data())
@@ -114,10 +114,10 @@ def test_what_is_sent_backward_is_what_a_plan_says(square):
     ):
         x, _ = made(square, source)
         y = x.redistribute(placements=target)
-        seed = tensor(weights(), y.layout.with_partial({}), square)
+        seed = tensor(weights(), y.sharding.with_partial({}), square)
         with counting() as ledger:
             y.backward(seed)
-        plan = plan_redistribute(seed.layout, x.grad.layout, 8)
+        plan = plan_redistribute(seed.sharding, x.grad.sharding, 8)
         assert (ledger.bytes, ledger.collectives) == (plan.bytes, plan.collectives)
         # and a gradient that has nowhere to go is not sent: no pending axis asks for one
         if source == target:
@@ -129,8 +129,8 @@ def test_gradients_may_come_in_any_layout(square):
     for source, seed in list(itertools.product(SQUARES, repeat=2))[::4]:
         x, _ = made(square, source)
         y = x.redistribute(placements=[Replicate(), Shard(0)])
-        y.backward(tensor(w, Layout.of(SHAPE, y.layout.axes, seed), square, seed=2))
-        check_grad(x.grad, w, square, x.layout)
+        y.backward(tensor(w, Layout.of(SHAPE, y.sharding.axes, seed), square, seed=2))
+        check_grad(x.grad, w, square, x.sharding)
 
 
 def test_complex_gradients_are_not_conjugated_on_the_way(line):
@@ -150,7 +150,7 @@ def test_a_whole_used_differently_on_each_rank(line, source):
     full = x.full_tensor(grad_placements=[Partial()])
     sw.per_rank(lambda rank, f: (f**2 * (rank + 1)).sum(), full).backward()
     (dense**2 * (1 + 2 + 3)).sum().backward()
-    check_grad(x.grad, dense.grad, line, x.layout)
+    check_grad(x.grad, dense.grad, line, x.sharding)
 
 
 def test_distribute_tensor_makes_a_leaf_with_a_gradient_of_its_own(square):
@@ -160,7 +160,7 @@ def test_distribute_tensor_makes_a_leaf_with_a_gradient_of_its_own(square):
         assert x.is_leaf
         assert x.requires_grad
         (x.full_tensor() * weights()).sum().backward()
-        check_grad(x.grad, weights(), square, x.layout)
+        check_grad(x.grad, weights(), square, x.sharding)
     assert whole.grad is None
 
 
@@ -171,12 +171,12 @@ def test_distribute_tensor_makes_a_leaf_with_a_gradient_of_its_own(square):
 def test_blocks_used_alike_on_all_ranks(square, source):
     x, _ = made(square, source)
     at, w = members_of(square), weights()
-    mine = x.layout.with_partial({})
+    mine = x.sharding.with_partial({})
     loss = sw.per_rank(lambda rank, b: (b * take(w, owned(mine, at[rank]))).sum(), x.to_local())
     loss.backward()
     # each part of a mean counts for 1/n of it, so what each rank says of its part is said n times of the mean
     n = math.prod(square.shape[a] for a, p in enumerate(source) if p == Partial("avg"))
-    check_grad(x.grad, n * w, square, x.layout)
+    check_grad(x.grad, n * w, square, x.sharding)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_to_local_takes_the_placements_of_its_gradient(square, source, grads):
     seeds = parts(weights(), lie, seed=3)  # what the blocks' gradients are, and what they stand for together
     local = x.to_local(grad_placements=grads)
     local.backward(PerRank({r: seeds[c] for r, c in members_of(square).items()}))
-    assert x.grad.layout is lie  # as it was said; nothing is sent before somebody needs it
+    assert x.grad.sharding is lie  # as it was said; nothing is sent before somebody needs it
     check_value(x.grad, weights(), square)
     x.full_tensor().sum().backward()  # and it can be added to
     check_value(x.grad, weights() + 1, square)
@@ -216,7 +216,7 @@ def test_only_some_ranks_use_their_block(line):
     x.to_local().ranks[1].sum().backward()
     expected = torch.zeros(SHAPE, dtype=torch.float64)
     expected[2:4] = 1
-    check_grad(x.grad, expected, line, x.layout)
+    check_grad(x.grad, expected, line, x.sharding)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_gradients_that_do_not_lie_in_a_row(square, source):
         # transposed, and expanded from one number
         loss = (t.t() * weights((3, 5))).sum() + t[::2].sum() + t.sum()
         loss.backward(retain_graph=twin)
-    check_grad(x.grad, dense.grad, square, x.layout)
+    check_grad(x.grad, dense.grad, square, x.sharding)
     assert all(b.is_contiguous() for b in x.grad.to_local().ranks)
 
 
@@ -361,7 +361,7 @@ def test_expanded_gradients_of_a_block_can_be_added_to(line):
     x, _ = made(line, [Shard(0)])
     for times in (1, 2, 3):
         x.to_local().sum().backward()
-        check_grad(x.grad, torch.full(SHAPE, float(times)).double(), line, x.layout)
+        check_grad(x.grad, torch.full(SHAPE, float(times)).double(), line, x.sharding)
 
 
 # ---- twice
@@ -383,8 +383,8 @@ def test_r44_double_backward_through_redistribute(square, source):
         cubed(grad.redistribute(placements=target).full_tensor(), weights(seed=4)).backward()
         (twin,) = torch.autograd.grad(cubed(dense, weights()), dense, create_graph=True)
         cubed(twin, weights(seed=4)).backward()
-        check_grad(grad.detach(), twin.detach(), square, x.layout)
-        check_grad(x.grad, dense.grad, square, x.layout)
+        check_grad(grad.detach(), twin.detach(), square, x.sharding)
+        check_grad(x.grad, dense.grad, square, x.sharding)
 
 
 @pytest.mark.parametrize("source", [*KINDS, Partial("max"), Partial("min")], ids=str)
@@ -428,7 +428,7 @@ def test_r44_double_backward_through_to_local(square):
     for source in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
         x, _ = made(square, source)
 
-        def loss(rank, block, mine=x.layout):
+        def loss(rank, block, mine=x.sharding):
             return (block**3 * take(weights(), owned(mine, at[rank]))).sum()
 
         (grad,) = torch.autograd.grad(sw.per_rank(loss, x.to_local()), x, create_graph=True)
@@ -436,8 +436,8 @@ def test_r44_double_backward_through_to_local(square):
         dense = whole_of(SHAPE, torch.float64, 5).requires_grad_()
         (twin,) = torch.autograd.grad(cubed(dense, weights()), dense, create_graph=True)
         (twin**2).sum().backward()
-        check_grad(grad.detach(), twin.detach(), square, x.layout)
-        check_grad(x.grad, dense.grad, square, x.layout)
+        check_grad(grad.detach(), twin.detach(), square, x.sharding)
+        check_grad(x.grad, dense.grad, square, x.sharding)
 
 
 def test_third_gradients_too(line):
@@ -461,7 +461,7 @@ def test_gradients_of_two_uses_add_up(square):
         full = [x.redistribute(placements=p).full_tensor() for p in (one, other)]
         (cubed(full[0], weights()) + cubed(full[1], weights(seed=2)) + full[0].sum()).backward()
         (cubed(dense, weights()) + cubed(dense, weights(seed=2)) + dense.sum()).backward()
-        check_grad(x.grad, dense.grad, square, x.layout)
+        check_grad(x.grad, dense.grad, square, x.sharding)
 
 
 def test_a_second_backward_adds_to_the_gradient(square):
@@ -469,10 +469,10 @@ def test_a_second_backward_adds_to_the_gradient(square):
         x, _ = made(square, source)
         for times, target in enumerate([(Shard(0), Shard(0)), (Partial(), Shard(1)), (Replicate(),) * 2], 1):
             (x.redistribute(placements=target).full_tensor() * weights()).sum().backward()
-            check_grad(x.grad, times * weights(), square, x.layout)
+            check_grad(x.grad, times * weights(), square, x.sharding)
         x.grad = None
         x.full_tensor().sum().backward()
-        check_grad(x.grad, torch.ones(SHAPE).double(), square, x.layout)
+        check_grad(x.grad, torch.ones(SHAPE).double(), square, x.sharding)
 
 
 def test_parameters(square):
@@ -482,7 +482,7 @@ def test_parameters(square):
     assert isinstance(p, torch.nn.Parameter)
     assert p.is_leaf
     (p.redistribute(tp=Shard(1)).full_tensor() * weights()).sum().backward()
-    check_grad(p.grad, weights(), square, p.layout)
+    check_grad(p.grad, weights(), square, p.sharding)
     q = torch.nn.Parameter(x.detach(), requires_grad=False)
     assert not q.redistribute(tp=Shard(1)).requires_grad
 
@@ -501,8 +501,8 @@ def test_hooks_see_and_may_change_the_gradient(square):
         assert len(seen) == 2
         for g in (*seen, y.grad):
             assert isinstance(g, DTensor)
-            torch.testing.assert_close(value(blocks_of(g, square), g.layout), weights())
-        check_grad(x.grad, 2 * weights(), square, x.layout)
+            torch.testing.assert_close(value(blocks_of(g, square), g.sharding), weights())
+        check_grad(x.grad, 2 * weights(), square, x.sharding)
         assert done[0] is x.grad
 
 
@@ -511,7 +511,7 @@ def test_a_hook_on_a_block(line):
     local = x.to_local()
     local.register_hook(lambda g: g * 3)
     local.sum().backward()
-    check_grad(x.grad, torch.full(SHAPE, 3.0).double(), line, x.layout)
+    check_grad(x.grad, torch.full(SHAPE, 3.0).double(), line, x.sharding)
 
 
 def test_graphs_may_be_kept_and_asked_for_parts(square):
@@ -522,11 +522,11 @@ def test_graphs_may_be_kept_and_asked_for_parts(square):
     first = torch.autograd.grad(loss, [x, y, z], retain_graph=True)
     again = torch.autograd.grad(loss, [z, x], retain_graph=True)
     for g, t in zip(first, (x, y, z), strict=True):
-        assert g.layout is t.layout.with_partial({})
+        assert g.sharding is t.sharding.with_partial({})
     assert torch.equal(first[0].full_tensor().ranks[0], again[1].full_tensor().ranks[0])
     assert x.grad is None
     loss.backward()
-    check_grad(x.grad, weights(), square, x.layout)
+    check_grad(x.grad, weights(), square, x.sharding)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     unused, _ = made(square, [Shard(0), Shard(1)])
@@ -550,7 +550,7 @@ def test_async_results_have_gradients(square):
         y = x.redistribute(placements=target, async_op=True)
         cubed(y.full_tensor(), weights()).backward()
         cubed(dense, weights()).backward()
-        check_grad(x.grad, dense.grad, square, x.layout)
+        check_grad(x.grad, dense.grad, square, x.sharding)
 
 
 # ---- what was silently wrong elsewhere
@@ -589,7 +589,7 @@ def test_r41_a_bias_made_pending_first(square):
     x, dense_x = made(square, [Partial(), Shard(0)])
     b, dense_b = made(square, [Replicate(), Shard(0)], seed=8)
     both = x + b.redistribute(dp=Partial())
-    assert both.layout is x.layout  # nothing was reduced for it
+    assert both.sharding is x.sharding  # nothing was reduced for it
     cubed(both.full_tensor(), weights()).backward()
     cubed(dense_x + dense_b, weights()).backward()
     check_value(x.grad, dense_x.grad, square)
@@ -611,12 +611,12 @@ def test_r43_gradients_travel_in_backward_dtype(line, source, target):
         x = tensor(whole, Layout.of(SHAPE, axes_of(line), [source]), line).requires_grad_()
         y = x.redistribute(placements=[target], backward_dtype=dtype)
         assert y.dtype is torch.float32
-        seed = tensor(fine, y.layout.with_partial({}), line)
+        seed = tensor(fine, y.sharding.with_partial({}), line)
         with counting() as ledger:
             y.backward(seed)
-        check_grad(x.grad, torch.full(SHAPE, expected), line, x.layout)
+        check_grad(x.grad, torch.full(SHAPE, expected), line, x.sharding)
         itemsize = (dtype or torch.float32).itemsize
-        assert ledger.bytes == plan_redistribute(seed.layout, x.grad.layout, itemsize).bytes
+        assert ledger.bytes == plan_redistribute(seed.sharding, x.grad.sharding, itemsize).bytes
 
 
 def test_block_shapes_of_gradients(square):
@@ -624,7 +624,7 @@ def test_block_shapes_of_gradients(square):
         x, _ = made(square, source)
         x.full_tensor().sum().backward()
         for c, block in blocks_of(x.grad, square).items():
-            assert tuple(block.shape) == block_shape(x.layout, c)
+            assert tuple(block.shape) == block_shape(x.sharding, c)
 
 
 def test_r44_double_backward_through_placements_of_a_gradient(line):

@@ -118,7 +118,7 @@ def test_its_attributes(square):
     assert isinstance(x, torch.Tensor)
     assert x.device_mesh is square
     assert x.placements == (Shard(1), Partial("sum"))
-    assert x.layout is Layout.of((5, 4), DP_TP, [Shard(1), Partial()])
+    assert x.sharding is Layout.of((5, 4), DP_TP, [Shard(1), Partial()])
     assert (x.shape, x.size(1), x.ndim, x.dim(), x.numel(), len(x)) == ((5, 4), 4, 2, 2, 20, 5)
     assert (x.dtype, x.device, x.stride(), x.is_contiguous()) == (
         torch.float32,
@@ -187,7 +187,7 @@ def test_deepcopy_copies_grad_and_attributes_and_knows_what_it_has_seen(square):
     assert y.grad is not x.grad
     again, grad = copy.deepcopy([x, x.grad])
     assert again.grad is grad
-    assert y.grad.layout is x.grad.layout
+    assert y.grad.sharding is x.grad.sharding
     y.grad.zero_()
     assert torch.equal(whole(x.grad), torch.ones(4))
     with pytest.raises(RuntimeError, match=r"(?s)graph leaves.*\n  why: .*\n  fix: "):
@@ -216,7 +216,7 @@ def test_what_is_kept_comes_back(kept, layout, dtype):
         x = tensor(whole_of(layout.shape, dtype, 3), layout, mesh)
         y = kept(x)
         assert type(y) is DTensor
-        assert (y.layout, y.dtype, y.shape, y.stride()) == (layout, dtype, x.shape, x.stride())
+        assert (y.sharding, y.dtype, y.shape, y.stride()) == (layout, dtype, x.shape, x.stride())
         assert y.device_mesh == mesh
         for a, b in zip(x._local_tensor.ranks, y._local_tensor.ranks, strict=True):
             assert torch.equal(a, b)
@@ -248,11 +248,11 @@ def test_on_a_sub_mesh_it_comes_back_on_the_sub_mesh(square):
 def test_detach_shares_memory_and_wants_no_gradient(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     y = x.detach()
-    assert (y.requires_grad, y.is_leaf, y.layout) == (False, True, x.layout)
+    assert (y.requires_grad, y.is_leaf, y.sharding) == (False, True, x.sharding)
     y._local_tensor.ranks[0].fill_(9)
     y._local_tensor.ranks[1].fill_(9)
     assert whole(x).tolist() == [9, 9, 2, 3]
-    assert x.data.layout is x.layout
+    assert x.data.sharding is x.sharding
 
 
 def test_data_can_be_set(square):
@@ -264,7 +264,7 @@ def test_data_can_be_set(square):
     ):
         new = distribute_tensor(dense, square, said)
         x.data = new
-        assert (x.layout, x.shape, x.stride(), x.requires_grad) == (new.layout, new.shape, new.stride(), True)
+        assert (x.sharding, x.shape, x.stride(), x.requires_grad) == (new.sharding, new.shape, new.stride(), True)
         assert torch.equal(whole(x), dense)
         new.zero_()  # it is the same memory
         assert whole(x).sum() == 0
@@ -392,7 +392,7 @@ def test_modules_are_copied_and_saved(square):
     net = Net(square, [Shard(0), R])
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert isinstance(other.w, nn.Parameter)
-        assert other.w.layout is net.w.layout
+        assert other.w.sharding is net.w.sharding
         with torch.no_grad():
             other.w.zero_()
         assert torch.equal(whole(net.w), grid(6, 3))
@@ -459,7 +459,7 @@ two_layouts = shapes(max_dims=2, max_size=6).flatmap(
 def check(x, expected):
     """Some tensor has this value, whatever its layout."""
     assert (x.shape, x.dtype) == (expected.shape, expected.dtype)
-    torch.testing.assert_close(value(blocks_of(x, x.device_mesh), x.layout).to(expected.dtype), expected)
+    torch.testing.assert_close(value(blocks_of(x, x.device_mesh), x.sharding).to(expected.dtype), expected)
 
 
 @some
@@ -500,7 +500,7 @@ def test_ops_that_give_the_same_or_fill(layout):
     with simulate(4):
         x = tensor(u, layout, mesh_of(DP_TP))
         for same in (x.clone(), x.contiguous(), x.detach(), x.to("cpu"), x.to(torch.float32)):
-            assert same.layout is layout
+            assert same.sharding is layout
             check(same, u)
         check(x.double(), u.double())
         check(x.bfloat16(), u.bfloat16())
@@ -510,7 +510,7 @@ def test_ops_that_give_the_same_or_fill(layout):
         assert torch.empty_like(x).shape == x.shape
         y = x.clone()
         assert y.zero_() is y
-        assert y.layout is layout
+        assert y.sharding is layout
         check(y, torch.zeros_like(u))
         check(y.fill_(3), torch.full_like(u, 3))
         check(x, u)
@@ -526,7 +526,7 @@ def test_copy_moves_the_value_and_not_the_target(pair):
         x, y = tensor(u, a, mesh), tensor(v, b, mesh)
         local = x._local_tensor.ranks[0].data_ptr()
         assert x.copy_(y) is x
-        assert (x.layout, x._local_tensor.ranks[0].data_ptr()) == (a, local)
+        assert (x.sharding, x._local_tensor.ranks[0].data_ptr()) == (a, local)
         check(x, v)
         check(y, v)
 

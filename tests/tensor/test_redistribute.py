@@ -70,7 +70,7 @@ def check_what_was_sent(ledger, plan, dtype, copies=1):
 
 def check_blocks(x, layout, mesh):
     """The blocks have the shapes that their layout says, and lie in a row."""
-    assert x.layout is layout
+    assert x.sharding is layout
     blocks = blocks_of(x, mesh)
     for coord, block in blocks.items():
         assert tuple(block.shape) == block_shape(layout, coord)
@@ -102,7 +102,7 @@ def check_move(mesh, whole, source, target, seed):
     assert all(f.dtype is whole.dtype for f in full.ranks)
     assert all(same_bits(f, full.ranks[0]) for f in full.ranks)
     assert all(same_bits(block, before[c]) for c, block in blocks_of(x, mesh).items())
-    assert x.layout is source
+    assert x.sharding is source
     return y
 
 
@@ -300,12 +300,12 @@ def test_by_axis_the_others_stay():
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         whole = torch.arange(20.0).view(5, 4)
         x = sw.distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
-        assert x.redistribute(tp=Shard(1)).layout is parse_layout("[5:dp, 4:tp]", x.layout.axes)[0]
+        assert x.redistribute(tp=Shard(1)).sharding is parse_layout("[5:dp, 4:tp]", x.sharding.axes)[0]
         both = x.redistribute(tp=Replicate(), dp=Shard(1))
-        assert both.layout is parse_layout("[5, 4:dp]", x.layout.axes)[0]
+        assert both.sharding is parse_layout("[5, 4:dp]", x.sharding.axes)[0]
         assert all(torch.equal(f, whole) for f in both.full_tensor().ranks)
         assert x.redistribute(mesh, [Shard(0), Replicate()]).placements == (Shard(0), Replicate())
-        assert x.redistribute(dp=Shard(-2)).layout is x.layout
+        assert x.redistribute(dp=Shard(-2)).sharding is x.sharding
 
 
 def test_what_cannot_be_asked_for_is_an_error():
@@ -333,7 +333,7 @@ def test_to_where_it_is_nothing_is_sent():
         with counting() as ledger:
             y = x.redistribute(placements=[Shard(-2)])
         assert ledger.collectives == 0
-        assert y.layout is x.layout
+        assert y.sharding is x.sharding
         assert all(torch.equal(f, x.full_tensor().ranks[0]) for f in y.full_tensor().ranks)
 
 
@@ -377,11 +377,11 @@ def test_dtypes_to_communicate_in(source, target):
         assert y.dtype is torch.bfloat16
         assert all(b.dtype is torch.bfloat16 for b in y.to_local().ranks)
         assert all(torch.equal(f.double(), whole) for f in y.full_tensor().ranks)
-        assert forward.bytes == plan_redistribute(x.layout, y.layout, 2).bytes
+        assert forward.bytes == plan_redistribute(x.sharding, y.sharding, 2).bytes
         with counting() as backward:
             y.backward(torch.ones_like(y))
         assert x.grad.dtype is torch.float64
-        assert backward.bytes == plan_redistribute(y.layout, x.grad.layout, 4).bytes
+        assert backward.bytes == plan_redistribute(y.sharding, x.grad.sharding, 4).bytes
         assert all(torch.equal(g, torch.ones(8, 4).double()) for g in x.grad.full_tensor().ranks)
 
 
@@ -395,7 +395,7 @@ def test_blocks_without_data_tell_what_would_be_sent():
             y = x.redistribute(placements=[Replicate(), Shard(1)])
         assert y.is_meta
         assert y.to_local().ranks[0].shape == (8, 2)
-        assert ledger.bytes == plan_redistribute(x.layout, y.layout, 4).bytes > 0
+        assert ledger.bytes == plan_redistribute(x.sharding, y.sharding, 4).bytes > 0
 
 
 USES = {
@@ -443,7 +443,7 @@ def test_r9_a_pending_sum_as_a_pending_mean(square):
             y = x.redistribute(placements=b)
         assert ledger.collectives == 0
         assert y.placements == tuple(b)
-        assert torch.equal(value(blocks_of(y, square), y.layout), whole.double())
+        assert torch.equal(value(blocks_of(y, square), y.sharding), whole.double())
         assert all(torch.equal(f, whole) for f in y.full_tensor().ranks)
 
 
@@ -458,7 +458,7 @@ def test_r22_uneven_rows_over_two_axes(square):
 def test_r23_axes_in_the_other_order(square):
     whole = torch.arange(5.0)
     x = sw.distribute_tensor(whole, square, [Shard(0, order=1), Shard(0, order=0)])
-    assert str(x.layout) == "[5:tp,dp]"
+    assert str(x.sharding) == "[5:tp,dp]"
     assert [b.tolist() for b in x.to_local().ranks] == [[0, 1], [3], [2], [4]]
     assert all(torch.equal(f, whole) for f in x.full_tensor().ranks)
     y = x.redistribute(placements=[Shard(0), Shard(0)])
@@ -469,7 +469,7 @@ def test_r26_blocks_of_nothing(square):
     whole = torch.arange(2.0)
     x = sw.distribute_tensor(whole, square, [Shard(0), Shard(0)])
     assert [b.tolist() for b in x.to_local().ranks] == [[0], [], [1], []]
-    offsets = [block_offset(x.layout, c) for c in members_of(square).values()]
+    offsets = [block_offset(x.sharding, c) for c in members_of(square).values()]
     assert offsets == [(0,), (2,), (1,), (2,)]  # where nobody looks for a block
     assert all(torch.equal(f, whole) for f in x.full_tensor().ranks)
 

@@ -21,12 +21,13 @@ from shardwise.comm import (
     scatter_sparse,
     spread,
 )
-from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Spec
-from shardwise.tensor.autograd import contiguous_stride, redistributed
+from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Spec, contiguous_stride
+from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.local import check_device
-from shardwise.tensor.sparse_tensor import check_whole, made, nothing_like
+from shardwise.tensor.redistribute import to_layout
+from shardwise.tensor.sparse_tensor import check_replicated
 
 __all__ = ["distribute_tensor"]
 
@@ -75,18 +76,18 @@ def distribute_tensor(
     if is_simulated() and not isinstance(whole, PerRank):
         whole = spread(whole, range(torch.distributed.get_world_size()))
     if is_sparse(whole):
-        check_whole(layout, "distribute_tensor")
+        check_replicated(layout, "distribute_tensor")
         block = scatter_sparse(whole, mesh, src_data_rank)
     elif src_data_rank is None:
         block = on_mesh(mesh, lambda coord, t: block_of(t, held, coord), whole)
     else:
         block = scatter(whole, held, mesh, src_data_rank)
     if block is None:
-        block = nothing_like(whole)
+        block = empty_like_block(whole)
     shape = torch.Size(layout.shape)
     stride = None if is_sparse(whole) else contiguous_stride(shape)
-    out = made(block, Spec(mesh, held, tensor.dtype, shape, stride))
-    out = redistributed(out, layout)
+    out = from_block(block, Spec(mesh, held, tensor.dtype, shape, stride))
+    out = to_layout(out, layout)
     out.requires_grad_(tensor.requires_grad)
     return out
 
@@ -98,7 +99,7 @@ def _unchanged(x: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
             why="it is distributed already, over another mesh",
             fix="distribute_tensor(x.full_tensor(), mesh, …, src_data_rank=None)",
         )
-    if x.layout is not layout:
+    if x._spec.layout is not layout:
         raise LayoutError(
             f"distribute_tensor got a DTensor {x._spec} to lay out as {layout}.",
             why="it is distributed already; do you want to call `redistribute` instead?",

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import index
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import axes_of, current_mesh, on_mesh
-from shardwise.layout import Layout, LayoutError, Placement, Replicate, Spec, block_shape, owned
-from shardwise.tensor.autograd import contiguous_stride
+from shardwise.layout import Placement
+from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = [
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "layout_for",
-    "linspace",
-    "made_on",
-    "ones",
-    "size_of",
-    "zeros",
-]
+__all__ = ["arange", "empty", "eye", "full", "linspace", "ones", "zeros"]
 
 _Number = int | float
 
@@ -48,8 +35,8 @@ def zeros(
     tensor([[0., 0.]])
     """
     dtype = dtype or torch.get_default_dtype()
-    lie = layout_for("zeros", size_of(size), layout, device_mesh, placements)
-    return made_on(lie, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    target = layout_for("zeros", size_of(size), layout, device_mesh, placements)
+    return from_function(target, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def ones(
@@ -62,8 +49,8 @@ def ones(
 ) -> DTensor:
     """A tensor of ones."""
     dtype = dtype or torch.get_default_dtype()
-    lie = layout_for("ones", size_of(size), layout, device_mesh, placements)
-    return made_on(lie, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    target = layout_for("ones", size_of(size), layout, device_mesh, placements)
+    return from_function(target, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def empty(
@@ -76,8 +63,8 @@ def empty(
 ) -> DTensor:
     """A tensor whose values nobody has set."""
     dtype = dtype or torch.get_default_dtype()
-    lie = layout_for("empty", size_of(size), layout, device_mesh, placements)
-    return made_on(lie, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    target = layout_for("empty", size_of(size), layout, device_mesh, placements)
+    return from_function(target, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh)
 
 
 def full(
@@ -92,9 +79,9 @@ def full(
 ) -> DTensor:
     """A tensor that has one value everywhere."""
     dtype = dtype or torch.full((), fill_value).dtype
-    lie = layout_for("full", size_of((size,)), layout, device_mesh, placements)
-    return made_on(
-        lie, lambda shape, *_: torch.full(shape, fill_value, dtype=dtype), dtype, requires_grad, device_mesh
+    target = layout_for("full", size_of((size,)), layout, device_mesh, placements)
+    return from_function(
+        target, lambda shape, *_: torch.full(shape, fill_value, dtype=dtype), dtype, requires_grad, device_mesh
     )
 
 
@@ -122,7 +109,7 @@ def arange(
     # torch knows the length, the dtype and the errors; on the meta device it makes nothing
     whole = torch.arange(start, end, step, dtype=dtype, device="meta")
     torch.arange(0, dtype=whole.dtype)  # dtypes it has no kernel for are an error only where values are made
-    lie = layout_for("arange", tuple(whole.shape), layout, device_mesh, placements)
+    target = layout_for("arange", tuple(whole.shape), layout, device_mesh, placements)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
         at = _index_tensor(indices[0])
@@ -130,7 +117,7 @@ def arange(
             return torch.add(at.double() * step, start).to(whole.dtype)
         return torch.add(at * int(step), int(start)).to(whole.dtype)
 
-    return made_on(lie, values, whole.dtype, requires_grad, device_mesh)
+    return from_function(target, values, whole.dtype, requires_grad, device_mesh)
 
 
 def linspace(
@@ -147,7 +134,7 @@ def linspace(
     """`steps` values from `start` to `end`, both included."""
     whole = torch.linspace(start, end, steps, dtype=dtype, device="meta")
     torch.linspace(start, end, min(steps, 2), dtype=whole.dtype)  # raises for bounds the dtype cannot say
-    lie = layout_for("linspace", tuple(whole.shape), layout, device_mesh, placements)
+    target = layout_for("linspace", tuple(whole.shape), layout, device_mesh, placements)
 
     # As torch computes it, to the bit: the bounds as values of the dtype, then from both ends to the middle, in
     # that dtype (integers in doubles) with one rounding where the hardware has it.
@@ -167,7 +154,7 @@ def linspace(
             up, down = first + at.to(kind) * step, last - left.to(kind) * step
         return torch.where(at < steps // 2, up, down).to(whole.dtype)
 
-    return made_on(lie, values, whole.dtype, requires_grad, device_mesh)
+    return from_function(target, values, whole.dtype, requires_grad, device_mesh)
 
 
 def eye(
@@ -182,69 +169,16 @@ def eye(
 ) -> DTensor:
     """Ones on the diagonal, zeros elsewhere."""
     dtype = dtype or torch.get_default_dtype()
-    lie = layout_for("eye", (n, n if m is None else m), layout, device_mesh, placements)
+    target = layout_for("eye", (n, n if m is None else m), layout, device_mesh, placements)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
         rows, cols = (_index_tensor(i) for i in indices)
         return (rows[:, None] == cols[None, :]).to(dtype)
 
-    return made_on(lie, values, dtype, requires_grad, device_mesh)
-
-
-def size_of(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """A size that was given as numbers, or as one sequence of them."""
-    if len(size) == 1 and isinstance(size[0], Sequence):
-        size = tuple(size[0])
-    return tuple(index(n) for n in size)
+    return from_function(target, values, dtype, requires_grad, device_mesh)
 
 
 def _index_tensor(indices: Sequence[int]) -> Tensor:
     if isinstance(indices, range):
         return torch.arange(indices.start, indices.stop)
     return torch.tensor(indices, dtype=torch.int64)
-
-
-def layout_for(
-    name: str,
-    shape: tuple[int, ...],
-    layout: torch.layout,
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-) -> Layout:
-    """How a new tensor is to lie, or an error that names who was asked to make it."""
-    mesh = current_mesh(mesh, name)
-    if layout is not torch.strided:
-        raise LayoutError(
-            f"{name} got layout={layout}.", why="blocks are strided tensors", fix="use layout=torch.strided"
-        )
-    if any(n < 0 for n in shape):
-        raise LayoutError(
-            f"{name} got shape {shape}.", why="a size is not negative", fix="use sizes of 0 or more"
-        )
-    placements = [Replicate()] * mesh.ndim if placements is None else placements
-    lie = Layout.of(shape, axes_of(mesh), placements)
-    if any(p.is_partial() for p in placements):
-        raise LayoutError(
-            f"{name} cannot make a tensor of placements ({', '.join(map(str, placements))}).",
-            why="a pending value comes out of a computation; a new tensor has nothing to reduce",
-            fix="use Replicate() or Shard(dim) on each axis",
-        )
-    return lie
-
-
-def made_on(
-    lie: Layout,
-    values: Callable[[tuple[int, ...], Sequence[Sequence[int]]], Tensor],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    mesh: DeviceMesh | None,
-) -> DTensor:
-    """The tensor whose block at each coord is `values(shape, owned indices)`."""
-    mesh = current_mesh(mesh, "a factory")
-    with torch.device(mesh.device_type):
-        block = on_mesh(mesh, lambda coord: values(block_shape(lie, coord), owned(lie, coord)))
-        if block is None:
-            block = torch.empty(0, dtype=dtype)
-    size = torch.Size(lie.shape)
-    spec = Spec(mesh, lie, dtype, size, contiguous_stride(size))
-    return DTensor(block, spec, requires_grad=requires_grad)

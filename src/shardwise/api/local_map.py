@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
+import torch.utils._pytree as pytree
 
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate
-from shardwise.tensor.consistency import found_shape
+from shardwise.tensor.consistency import inferred_shape
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["MapError", "local_map"]
@@ -44,7 +44,7 @@ def local_map(
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
     ...     doubled = local_map(lambda block: block * 2, out_placements=[sw.Shard(0)])(x)
-    ...     print(doubled.layout, doubled.full_tensor().ranks[0])
+    ...     print(doubled.sharding, doubled.full_tensor().ranks[0])
     [5:tp] tensor([0., 2., 4., 6., 8.])
     """
     if func is None:
@@ -167,5 +167,5 @@ def _wrapped(result: Any, mesh: DeviceMesh, placements: Placed, uneven: bool) ->
             fix="return its block: x.to_local()",
         )
     split = placements is not None and any(p.is_shard() for p in placements)
-    shape = found_shape(result, mesh, placements or ()) if uneven and split else None
+    shape = inferred_shape(result, mesh, placements or ()) if uneven and split else None
     return DTensor.from_local(result, mesh, placements, shape=shape)

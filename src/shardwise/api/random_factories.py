@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.api.factories import layout_for, made_on, size_of
-from shardwise.comm import current_mesh
+from shardwise.comm import current_mesh, has_current_mesh
 from shardwise.layout import LayoutError, Placement
 from shardwise.random import Cells, integers, normal, permutation, uniform
+from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.seeding import next_draw
 
 __all__ = ["rand", "randint", "randn", "randperm"]
@@ -133,13 +133,13 @@ def _new(
     device: _Device,
     requires_grad: bool,
 ) -> Tensor:
-    if mesh is None and not _mesh_resources.mesh_stack and placements is None:
+    if mesh is None and not has_current_mesh() and placements is None:
         where = torch.empty(0, device=device).device  # what torch makes of a name, a number or nothing
         if where.type == "meta":
             next_draw()
             return torch.empty(size, dtype=dtype, device=where, requires_grad=requires_grad)
         return make(next_draw(), Cells(size), dtype, where).requires_grad_(requires_grad)
-    lie = layout_for(name, size, layout, mesh, placements)
+    target = layout_for(name, size, layout, mesh, placements)
     mesh = current_mesh(mesh, name)
     if device is not None and torch.device(device).type != mesh.device_type:
         raise LayoutError(
@@ -153,4 +153,4 @@ def _new(
         where = torch.empty(0).device  # the mesh's, by the factory
         return make(draw, Cells(size, indices), dtype, where)
 
-    return made_on(lie, values, dtype, requires_grad, mesh)
+    return from_function(target, values, dtype, requires_grad, mesh)

@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 
-from shardwise.call.resolve import full_name
-from shardwise.dispatch.infer_rule import discovered
-from shardwise.dispatch.router import forget
+from shardwise.call.schema import op_info
+from shardwise.dispatch.infer_rule import inferred_row
 from shardwise.layout import LayoutError
 from shardwise.rules import Listing, Row
 from shardwise.rules.notation import row
+from shardwise.plan.settings import forget_decisions
 from shardwise.rules.table import REGISTERED
+from shardwise.torch_internals.dispatcher import is_composite, overloads_of
 
 __all__ = ["op_overloads", "register_sharding"]
 
@@ -71,7 +70,7 @@ def register_sharding(
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     x = sw.distribute_tensor(torch.ones(4, 3), mesh, [sw.Shard(1)])
-    ...     print(scale_rows(x, sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Replicate()])).layout)
+    ...     print(scale_rows(x, sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Replicate()])).sharding)
     [4, 3:tp]
     """
     ops = op_overloads(op)
@@ -84,7 +83,7 @@ def register_sharding(
 
         return decorate
     if text == "?":
-        rows = [discovered(one) for one in ops]
+        rows = [inferred_row(one) for one in ops]
         for one, found in zip(ops, rows, strict=True):
             _register([one], found)
         return rows[0]
@@ -94,19 +93,17 @@ def register_sharding(
     return made
 
 
-def op_overloads(op: Any) -> list[OpOverload]:
-    """The ops that are meant by an op, one of its forms, a custom op, or a list of such."""
-    if isinstance(op, OpOverload):
-        return [op]
-    if isinstance(op, OpOverloadPacket):
-        every = [getattr(op, form) for form in op.overloads()]
-        forms = [f for f in every if any("Tensor" in str(a.type) for a in f._schema.arguments)]
-        # those that write have the rows of those that do not
-        return [f for f in forms if not f._schema.is_mutable] or forms
-    if isinstance(op, CustomOpDef):
-        return [op._opoverload]
+def op_overloads(op: Any) -> list[Any]:
+    """The overloads that are meant by an overload, an op with all its overloads, a custom op, or a list of such."""
     if isinstance(op, list | tuple) and op:
         return [o for one in op for o in op_overloads(one)]
+    overloads = overloads_of(op)
+    if overloads is not None and len(overloads) > 1:
+        overloads = [o for o in overloads if op_info(o).tensor_arguments]
+        # ops that write have the rules of their functional variants
+        return [o for o in overloads if not op_info(o).writes] or overloads
+    if overloads is not None:
+        return overloads
     raise LayoutError(
         f"{op!r} is not an op.",
         why="rules are for ops of torch's dispatcher",
@@ -114,13 +111,13 @@ def op_overloads(op: Any) -> list[OpOverload]:
     )
 
 
-def _register(ops: Sequence[OpOverload], entry: Row | Listing) -> None:
+def _register(ops: Sequence[Any], entry: Row | Listing) -> None:
     for op in ops:
-        REGISTERED[full_name(op)] = entry
-        if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        REGISTERED[op_info(op).name] = entry
+        if is_composite(op):
             _log.warning(
                 "%s is made of other ops before a DTensor sees it: a rule for it is used in inference mode only. "
                 "Register rules for what it is made of.",
                 op,
             )
-    forget()
+    forget_decisions(plans=False)

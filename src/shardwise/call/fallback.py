@@ -22,7 +22,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, to_layout
 from shardwise.tensor.seeding import next_draw
 
-__all__ = ["drawing_alike", "gather", "run_on_full", "wrap_replicated", "write_back"]
+__all__ = ["drawing_alike", "draws_random", "gather", "run_on_full", "wrap_replicated", "write_back"]
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
@@ -54,11 +54,19 @@ def run_on_full(
     return wrap_replicated(result, call.mesh) if call.returned is None else call.returned
 
 
+def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers; an op with a dropout argument does only if that is not 0."""
+    info = op_info(func)
+    dropout = info.dropout_argument
+    value = None if dropout is None else info.bind(args, kwargs)[dropout] or 0.0
+    return draws_now(info.qualified_name, info.tags, value)
+
+
 def drawing_alike(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
 ) -> Callable[..., Any]:
     """The op; if it draws random numbers, so that it draws the same on each rank, by its position in the stream."""
-    if not draws_now(func, args, kwargs):
+    if not draws_random(func, args, kwargs):
         return func  # type: ignore[no-any-return]
     generator = next((v for v in [*args, *kwargs.values()] if isinstance(v, torch.Generator)), None)
     if generator is None:

@@ -40,10 +40,15 @@ class Route:
         kind: which mechanism runs it.
         run: runs it, given the arguments of a call with the same key.
         plans: all it will send, or None where that is not known before it runs.
-        outputs: the specs of its tensor results, or None where they are not known before it runs.
+        outputs: its results, with the spec of each tensor in its place; None where they are not known before it runs.
     """
 
     kind: RouteKind
     run: Run
     plans: tuple[Plan, ...] | None = None
-    outputs: tuple[Spec, ...] | None = None
+    outputs: tuple[Any, ...] | None = None
+
+    @property
+    def specs(self) -> tuple[Spec, ...] | None:
+        """The specs of the tensor results."""
+        return None if self.outputs is None else tuple(o for o in self.outputs if isinstance(o, Spec))

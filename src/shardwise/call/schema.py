@@ -43,6 +43,8 @@ class OpInfo:
         first = schema.arguments[0] if schema.arguments else None
         self.is_view = first is not None and bool(first.alias) and not first.writes
         """Whether its results share the memory of its first argument."""
+        names = [a.name for a in schema.arguments if a.name in ("dropout_p", "dropout")]
+        self.dropout_argument = names[0] if names else None
         self.returns_tensor = [r.type for r in schema.returns] == ["Tensor"]
         self.returns_written = any(r.writes for r in schema.returns)
         base = schema.name.replace("::", ".")

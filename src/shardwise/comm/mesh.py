@@ -22,6 +22,7 @@ __all__ = [
     "current_mesh",
     "group_of",
     "groups_along",
+    "has_current_mesh",
     "members_of",
     "peers_of",
 ]
@@ -72,6 +73,11 @@ def current_mesh(mesh: DeviceMesh | None, what: str) -> DeviceMesh:
             fix="pass device_mesh=init_device_mesh(…), or call it inside `with mesh:`",
         )
     return _mesh_resources.get_current_mesh()
+
+
+def has_current_mesh() -> bool:
+    """Whether there is a `with mesh:` around the call."""
+    return bool(_mesh_resources.mesh_stack)
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:

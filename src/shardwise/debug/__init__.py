@@ -1,4 +1,4 @@
-"""Looking at what happens: what was sent, and who holds what."""
+"""Debugging: counts of collectives, and pictures of layouts."""
 
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.picture import picture, visualize_sharding

@@ -1,4 +1,4 @@
-"""CommDebugMode: how many collectives a piece of program used."""
+"""CommDebugMode: counts of the collectives that a part of a program uses."""
 
 from __future__ import annotations
 
@@ -6,29 +6,16 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any, Self
 
-import torch
-import torch.distributed._functional_collectives  # registers the names below
-
-from shardwise.comm import Ledger, counting
+from shardwise.comm import Ledger, Sent, counting
+from shardwise.torch_internals.collective_ops import collective_ops
 
 __all__ = ["CommDebugMode"]
 
-# Under torch's names, which programs look them up by.
-_funcol = torch.ops.c10d_functional
-_OPS: dict[str, Any] = {
-    "all-gather": _funcol.all_gather_into_tensor,
-    "all-reduce": _funcol.all_reduce,
-    "reduce-scatter": _funcol.reduce_scatter_tensor,
-    "all-to-all": _funcol.all_to_all_single,
-    "permute": _funcol.all_to_all_single,
-    "broadcast": torch.ops.c10d.broadcast_,
-    "scatter": torch.ops.c10d.scatter_,
-}
-
 
 class CommDebugMode:
-    """Counts the collectives that DTensors use inside the block.
+    """Count the collectives of DTensors inside the `with` block, which starts from zero each time it is entered.
 
+    >>> import torch
     >>> import shardwise as sw
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,))
@@ -37,6 +24,8 @@ class CommDebugMode:
     ...         y = x.redistribute(placements=[sw.Replicate()])
     >>> comm.get_total_counts(), comm.get_total_bytes()
     (1, 16)
+    >>> comm.comm_counts[torch.ops.c10d_functional.all_gather_into_tensor]
+    1
     """
 
     def __init__(self) -> None:
@@ -50,14 +39,35 @@ class CommDebugMode:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
 
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        """The number of calls of each collective, by the op that torch's mode counts it under; 0 for other ops.
+
+        A step counts as what it is for: a gather of uneven blocks is an all-gather although it calls an all-to-all.
+        Steps that torch has no op for count as what they call: an exchange is an all-to-all, and agreement on a seed
+        is a broadcast.
+        """
+        return Counter(map(_op_of, self.ledger.entries))
+
     def get_comm_counts(self) -> dict[Any, int]:
-        """How often each collective was used, by torch's op."""
-        return Counter(_OPS[entry.step] for entry in self.ledger.entries)
+        """The same as `comm_counts`."""
+        return self.comm_counts
 
     def get_total_counts(self) -> int:
-        """How many collectives there were."""
+        """The number of collectives."""
         return self.ledger.collectives
 
     def get_total_bytes(self) -> int:
-        """How many bytes were sent: by this rank, or in a simulation by all of them."""
+        """The number of bytes sent: by this rank, or in a simulation by all ranks together."""
         return int(self.ledger.bytes)
+
+    def __repr__(self) -> str:
+        return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
+
+
+_OPS = collective_ops()
+
+
+def _op_of(entry: Sent) -> Any:
+    """The op of a collective, or its name if torch has no such op."""
+    return _OPS.get(entry.step.replace("-", "_")) or _OPS.get(entry.called, entry.called)

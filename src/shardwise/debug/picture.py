@@ -1,10 +1,9 @@
-"""Pictures of layouts for a terminal: which rank holds what."""
+"""Text pictures of layouts: which ranks hold which part of a tensor."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
 
 from shardwise.comm import coord_of, is_simulated, siblings_of
 from shardwise.layout import Layout, LayoutError, owned
@@ -12,13 +11,17 @@ from shardwise.tensor import DTensor
 
 __all__ = ["picture", "visualize_sharding"]
 
-_MOST_CELLS = 40
+_MAX_STRIPES = 40
+_MARKS = {"sum": "+", "avg": "~", "max": "^", "min": "_", "product": "*"}
 
 
 def picture(
     layout: Layout, ranks: list[int] | None = None, paint: Callable[[str, int], str] | None = None
 ) -> str:
-    """A drawing of a layout of one or two dims; each cell names the ranks that hold it, parts of a sum with +.
+    """Draw a layout of one or two dims; each cell lists the ranks that hold it, joined by + if they hold partial sums.
+
+    `ranks` are the ranks of the mesh in order, by default 0, 1, ...; `paint(text, i)` may decorate the text of a cell
+    whose first holder is number i of the mesh.
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> print(picture(parse_layout("[5:dp, 4:tp]", Axes((2, 2), ("dp", "tp")))[0]))
@@ -32,86 +35,83 @@ def picture(
     if layout.ndim not in (1, 2):
         raise LayoutError(
             f"{layout} has {layout.ndim} dims, and a picture has one or two.",
-            why="a terminal is flat",
-            fix="look at a slice or a view of the tensor",
+            why="a picture is printed as rows and columns of text",
+            fix="draw a slice of the tensor, such as x[0], or a view of it, such as x.flatten(1)",
         )
     if 0 in layout.shape:
         return "(empty)"
-    axes = layout.axes
-    ranks = ranks or list(range(axes.count))
-    coords = [axes.coord(i) for i in range(axes.count)]
-    holdings = [owned(layout, c) for c in coords]
-    rows = _runs(layout.shape[-2], [h[-2] for h in holdings]) if layout.ndim == 2 else [(0, 1)]
-    cols = _runs(layout.shape[-1], [h[-1] for h in holdings])
-    cells: list[list[str]] = []
-    owners: list[list[int]] = []
-    sign = {"sum": "+", "avg": "~", "max": "^", "min": "_", "product": "*"}
-    mark = sign[layout.partial[0][1]] if layout.partial else "+"
-    for (r, _), (c, _) in product(rows, cols):
-        at = [i for i, h in enumerate(holdings) if c in h[-1] and (layout.ndim == 1 or r in h[0])]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i in at:
-            key = tuple(x for a, x in enumerate(coords[i]) if all(a != p for p, _ in layout.partial))
-            groups.setdefault(key, []).append(ranks[i])
-        text = ",".join(mark.join(map(str, g)) for g in groups.values())
-        if c == cols[0][0]:
-            cells.append([])
-            owners.append([])
-        cells[-1].append(text)
-        owners[-1].append(at[0] if at else 0)
-    return _table(rows if layout.ndim == 2 else [], cols, cells, owners, paint)
+    blocks = [owned(layout, layout.axes.coord(i)) for i in range(layout.axes.count)]
+    ranks = ranks or list(range(len(blocks)))
+    rows = _stripes(layout.shape[0], [block[0] for block in blocks]) if layout.ndim == 2 else []
+    columns = _stripes(layout.shape[-1], [block[-1] for block in blocks])
+    outer: list[tuple[int, ...]] = [(start,) for start, _ in rows] or [()]
+    cells = [[_cell(layout, blocks, ranks, (*at, start)) for start, _ in columns] for at in outer]
+    return _table(rows, columns, cells, paint)
 
 
-def _runs(size: int, held: list[object]) -> list[tuple[int, int]]:
-    """The runs of indices that are held by the same ranks throughout."""
-    sets = [frozenset(h) for h in held]  # type: ignore[call-overload]
+def _stripes(size: int, held: list[Sequence[int]]) -> list[tuple[int, int]]:
+    """The longest ranges of a dim's indices in which every index is held by the same ranks."""
+    sets = [frozenset(indices) for indices in held]
     starts = [i for i in range(size) if i == 0 or any((i in s) != (i - 1 in s) for s in sets)]
-    runs = list(zip(starts, [*starts[1:], size], strict=True))
-    if len(runs) > _MOST_CELLS:
+    if len(starts) > _MAX_STRIPES:
         raise LayoutError(
-            f"a picture of {len(runs)} stripes is too wide.",
-            why=f"there is room for {_MOST_CELLS}",
+            f"A picture with {len(starts)} rows or columns is too wide.",
+            why=f"at most {_MAX_STRIPES} fit a terminal",
             fix="draw a smaller tensor with the same placements",
         )
-    return runs
+    return list(zip(starts, [*starts[1:], size], strict=True))
+
+
+def _cell(
+    layout: Layout, blocks: list[tuple[Sequence[int], ...]], ranks: list[int], index: tuple[int, ...]
+) -> tuple[str, int]:
+    """The ranks that hold an element, as text, and the first of them by its number in the mesh."""
+    partial = dict(layout.partial)
+    mark = next((_MARKS[op] for op in partial.values()), "")
+    groups: dict[tuple[int, ...], list[str]] = {}
+    holders = [
+        i for i, block in enumerate(blocks) if all(x in dim for x, dim in zip(index, block, strict=True))
+    ]
+    for i in holders:
+        key = tuple(x for axis, x in enumerate(layout.axes.coord(i)) if axis not in partial)
+        groups.setdefault(key, []).append(str(ranks[i]))
+    return ",".join(mark.join(group) for group in groups.values()), holders[0]
 
 
 def _table(
     rows: list[tuple[int, int]],
-    cols: list[tuple[int, int]],
-    cells: list[list[str]],
-    owners: list[list[int]],
+    columns: list[tuple[int, int]],
+    cells: list[list[tuple[str, int]]],
     paint: Callable[[str, int], str] | None,
 ) -> str:
-    heads = [f"{a}:{b}" for a, b in cols]
-    sides = [f"{a}:{b}" for a, b in rows] or [""]
-    left = max(len(s) for s in sides) + 2
-    widths = [max(len(h), *(len(row[i]) for row in cells)) + 2 for i, h in enumerate(heads)]
+    heads = [f"{start}:{end}" for start, end in columns]
+    sides = [f"{start}:{end}" for start, end in rows] or [""]
+    left = max(map(len, sides)) + 2
+    widths = [max(len(h), *(len(row[i][0]) for row in cells)) + 2 for i, h in enumerate(heads)]
     lines = [" " * left + " " + " ".join(h.center(w) for h, w in zip(heads, widths, strict=True)).rstrip()]
 
-    def rule(a: str, b: str, c: str) -> str:
-        return " " * left + a + b.join("─" * w for w in widths) + c
+    def border(first: str, between: str, last: str) -> str:
+        return " " * left + first + between.join("─" * w for w in widths) + last
 
-    lines.append(rule("┌", "┬", "┐"))
     for i, row in enumerate(cells):
-        if i:
-            lines.append(rule("├", "┼", "┤"))
-        texts = [t.center(w) for t, w in zip(row, widths, strict=True)]
-        if paint is not None:
-            texts = [paint(t, o) for t, o in zip(texts, owners[i], strict=True)]
+        lines.append(border("├", "┼", "┤") if i else border("┌", "┬", "┐"))
+        texts = [
+            text.center(w) if paint is None else paint(text.center(w), holder)
+            for (text, holder), w in zip(row, widths, strict=True)
+        ]
         lines.append(sides[i].rjust(left - 1) + " │" + "│".join(texts) + "│")
-    lines.append(rule("└", "┴", "┘"))
-    return "\n".join(lines)
+    return "\n".join([*lines, border("└", "┴", "┘")])
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which rank holds what of a DTensor of one or two dims; once, on the mesh's first rank.
+    """Print which ranks hold which part of a DTensor of one or two dims, on the first rank of its mesh.
 
-    Of an empty tensor there is nothing to print. `use_rich` is accepted for torch's sake; the picture is plain text.
+    Nothing is printed for an empty tensor. `header` is printed first. `use_rich` is accepted for compatibility with
+    torch and ignored: the picture is plain text. No communication.
     """
     mesh, me = dtensor.device_mesh, coord_of(dtensor.device_mesh)
     if dtensor.numel() == 0 or not (is_simulated() or (me is not None and not any(me))):
         return
     ranks = siblings_of(mesh)[0] if is_simulated() else mesh.mesh.flatten().tolist()
-    lines = [header, str(dtensor._spec), picture(dtensor.layout, ranks)]
+    lines = [header, str(dtensor._spec), picture(dtensor.sharding, ranks)]
     sys.stdout.write("\n".join(line for line in lines if line) + "\n")

@@ -1,75 +1,107 @@
-"""A rehearsal: what a program of ops would send, told from specs alone, with no blocks and on no rank in particular."""
+"""Dry runs: what a program of ops would send and return, found on tensors that have a spec but no data.
+
+A dry run does not depend on the rank, so all ranks come to the same result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import seconds_of
-from shardwise.alternatives.registry import offered
-from shardwise.call.fallback import plans_to_whole, returned_by
-from shardwise.call.meta import made_by
-from shardwise.call.resolve import prepare, tensors_in
-from shardwise.call.variants import is_composite, program_for
-from shardwise.layout import Layout, Spec
+from shardwise.call.arguments import map_tensors, tensors_in
+from shardwise.call.op_call import OpCall
+from shardwise.call.route import Route
+from shardwise.call.schema import op_info
+from shardwise.comm import PerRank
+from shardwise.layout import Spec
+from shardwise.plan import Plan
+from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.policy import implicit_replication
 
-__all__ = ["cheaper_program", "rehearsed"]
+__all__ = ["AbstractTensor", "FindRoute", "cacheable", "dry_run"]
 
-_DEEPEST = 8  # programs within programs
+FindRoute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Route]
 
-
-def rehearsed(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """The seconds that a program's communication takes, or None where it needs values to go on."""
-    played = _played(program, args, kwargs)
-    return None if played is None else played[0]
+_MAX_DEPTH = 8  # programs within programs
 
 
-def _played(
-    program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[float, Any] | None:
-    """The seconds, and what the program makes, as actors."""
-    _seconds.append(0.0)
+class _NeedsValues(Exception):
+    """A program asked for what a tensor without data cannot tell."""
+
+
+class _Recording:
+    """The plans of a dry run so far, and how its ops find their routes."""
+
+    __slots__ = ("depth", "find_route", "plans")
+
+    def __init__(self, find_route: FindRoute, depth: int) -> None:
+        self.find_route, self.depth = find_route, depth
+        self.plans: list[Plan] = []
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+_truncated: ContextVar[list[bool] | None] = ContextVar("truncated", default=None)
+
+# What programs raise that need values, or that do not handle a call: the op itself then runs and says why.
+_REFUSALS = (
+    _NeedsValues, RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError,
+)  # fmt: skip
+
+
+def dry_run(
+    program: Callable[..., Any], call: OpCall, find_route: FindRoute
+) -> tuple[tuple[Plan, ...], tuple[Spec, ...]] | None:
+    """All that a program sends for the arguments of a call, and the specs of its tensor results.
+
+    None if that depends on values, or if the program returns a plain tensor.
+    """
+    outer = _recording.get()
+    depth = 0 if outer is None else outer.depth + 1
+    if depth >= _MAX_DEPTH:
+        if (truncated := _truncated.get()) is not None:
+            truncated[0] = True
+        return None
+    recording = _Recording(find_route, depth)
+    token = _recording.set(recording)
+    simulated = call.simulated
     try:
-        with implicit_replication(), torch.no_grad():
-            result = program(*_as_actors(args), **_as_actors(kwargs))
-        # a program that makes a plain tensor has lost the mesh, as `new_zeros` by way of `zeros`
-        return (_seconds[-1], result) if all(isinstance(t, _Actor) for t in tensors_in([result])) else None
-    except Exception:  # a program that needs values, or refuses the call: the op itself will say why
+        with override_settings(plain="replicate"), torch.no_grad():
+            args = map_tensors(lambda t: _abstract_like(t, simulated), call.args)
+            kwargs = map_tensors(lambda t: _abstract_like(t, simulated), call.kwargs)
+            result = program(*args, **kwargs)
+    except _REFUSALS:
         return None
     finally:
-        _seconds.pop()
-
-
-_seconds: list[float] = []
-
-
-def cheaper_program(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
-    """An op without a row as a program of others, if that sends less than gathering its inputs."""
-    program = program_for(func)
-    whole = seconds_of(plans_to_whole(tensors_in([*args, *kwargs.values()])))
-    # what the op itself refuses, or says with a result of another shape, it must say on the whole
-    if program is None or whole == 0.0 or made_by(func, args, kwargs) is None:
+        _recording.reset(token)
+    results = tensors_in([result])
+    if not all(isinstance(t, DTensor) for t in results):
         return None
-    seconds = rehearsed(program, args, kwargs)
-    if seconds is None or seconds >= whole:
-        return None
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with implicit_replication():  # what the program makes itself is the same everywhere
-            return program(*args, **kwargs)
-
-    return run
+    return tuple(recording.plans), tuple(t._spec for t in results if isinstance(t, DTensor))
 
 
-class _Actor(DTensor):
-    """A tensor of which there is only the spec; ops on it note what they would send."""
+@contextmanager
+def cacheable() -> Iterator[Callable[[], bool]]:
+    """Find out whether a route that is chosen inside the block is final.
+
+    It is not if a dry run inside was refused because it was nested too deeply: a call that is not nested may do better.
+    """
+    outer, truncated = _truncated.get(), [False]
+    token = _truncated.set(truncated)
+    try:
+        yield lambda: not truncated[0]
+    finally:
+        _truncated.reset(token)
+        if outer is not None and truncated[0]:
+            outer[0] = True
+
+
+class AbstractTensor(DTensor):
+    """A DTensor without data: ops on it record what they would send."""
 
     __slots__ = ()
 
@@ -77,72 +109,35 @@ class _Actor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _play(func, args, kwargs or {})
+        recording = _recording.get()
+        if recording is None:
+            raise RuntimeError("a tensor of a dry run was used after it; please report this bug in shardwise")
+        return _evaluate(recording, func, args, kwargs or {})
 
 
-def _play(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recipe = prepare(func, args, kwargs)
-    if recipe is None and is_composite(func):
+def _evaluate(recording: _Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of one op, after recording its plans."""
+    route = recording.find_route(func, args, kwargs)
+    if route.kind == "composite":
         return func.decompose(*args, **kwargs)
-    here = seconds_of(
-        plans_to_whole(tensors_in([*args, *kwargs.values()])) if recipe is None else recipe.moves
-    )
-    offer = offered(func, recipe, args, kwargs) if here else None
-    made = None
-    if recipe is None and offer is None and len(_seconds) < _DEEPEST:
-        program = program_for(func)
-        inside = None if program is None else _played(program, args, kwargs)
-        if inside is not None and inside[0] < here:
-            here, made = inside
-    specs = None if recipe is None else recipe.outputs
-    if offer is not None and offer.seconds < here:
-        here, specs = offer.seconds, offer.outputs or specs
-    _seconds[-1] += here
-    if (target := returned_by(func, args, kwargs)) is not None or not func._schema.returns:
+    if route.plans is None:
+        raise _NeedsValues(f"{func} runs as a {route.kind} op")
+    recording.plans += route.plans
+    info = op_info(func)
+    if (target := info.returned_argument(args, kwargs)) is not None or not info.returns:
         return target
-    results = made_by(func, args, kwargs)
-    if results is None:
-        raise NotImplementedError(f"{func} cannot be rehearsed: what it makes depends on values")
-    # a program's results lie as it leaves them, pending parts and all
-    return _cast(func, results, specs, args, kwargs) if made is None else made
-
-
-def _cast(
-    func: Any,
-    results: list[Any],
-    specs: tuple[Spec, ...] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """What an op made as actors: as its row lays it out, else whole."""
+    if route.outputs is None:
+        raise _NeedsValues(f"the results of {func} depend on values")
     first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
-    axes, rest = first._spec.layout.axes, iter(specs or ())
-    out: list[Any] = []
-    for t in results:
-        if not isinstance(t, Tensor):  # None where a mask leaves an output out, or a number
-            out.append(t)
-            continue
-        whole = Layout.replicated(tuple(t.shape), axes)
-        out.append(
-            _actor(
-                Spec(first.device_mesh, whole, t.dtype, t.shape, tuple(t.stride()))
-                if specs is None
-                else next(rest)
-            )
-        )
-    alone = len(func._schema.returns) == 1 and str(func._schema.returns[0].type) == "Tensor"
-    return out[0] if alone else out
+    simulated = isinstance(first._local_tensor, PerRank)
+    results = [_abstract(o, simulated) if isinstance(o, Spec) else o for o in route.outputs]
+    return results[0] if info.returns_tensor else results
 
 
-def _actor(spec: Spec) -> _Actor:
-    return _Actor(torch.empty(0, dtype=spec.dtype, device="meta"), spec)
+def _abstract_like(t: Tensor, simulated: bool) -> Tensor:
+    return _abstract(t._spec, simulated) if isinstance(t, DTensor) else t
 
 
-def _as_actors(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return _actor(value._spec)
-    if isinstance(value, list | tuple):
-        return type(value)(_as_actors(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _as_actors(v) for k, v in value.items()}
-    return value
+def _abstract(spec: Spec, simulated: bool) -> AbstractTensor:
+    block: Tensor = torch.empty(0, dtype=spec.dtype, device="meta")
+    return AbstractTensor(PerRank({0: block}) if simulated else block, spec)

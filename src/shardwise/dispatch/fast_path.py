@@ -1,206 +1,213 @@
-"""Closures for calls whose blocks lie as the op wants them: run the op, wrap what comes out. Nothing else is on the path."""
+"""The fast path: closures for calls whose blocks need not move. They run the op and wrap its result, nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.layout import Spec
+from shardwise.call.execute import execute
+from shardwise.call.kernels import wrap
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
+from shardwise.call.route import Run
+from shardwise.call.schema import op_info
+from shardwise.comm import coord_of
+from shardwise.dispatch.key import ONE_TENSOR, new_entry
+from shardwise.layout import Spec, block_shape
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.dispatcher import boxed_call, python_binding
+from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = [
-    "Run",
-    "any_args",
-    "binary",
-    "binding",
-    "in_place",
-    "listed",
-    "programmed",
-    "seen_as",
-    "several",
-    "unary",
-    "wrapped",
-]
-
-Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-_new: Any = torch.Tensor._dtensor__new__
-
-# Ops whose Python binding takes what the op takes, in the same order: it is quicker than the op's boxed call.
-_BOUND = frozenset(
-    "add sub mul div neg exp log sqrt rsqrt reciprocal tanh sigmoid relu sin cos abs pow where eq ne lt le gt ge "
-    "maximum minimum logical_not bitwise_not isnan isfinite sign floor ceil round trunc erf expm1 log1p sub "
-    "mm bmm mv addmm baddbmm t transpose permute clone _softmax _log_softmax sum mean amax amin "
-    "zeros_like ones_like cat embedding unsqueeze native_layer_norm".split()
-)
-_BOUND_METHODS = frozenset("detach select".split())
-_BOUND_NN = frozenset("gelu silu mish softplus hardtanh hardswish hardsigmoid leaky_relu elu".split())
+__all__ = ["direct_run"]
 
 
-def binding(func: Any) -> Callable[..., Any]:
-    """The quickest way to call an op on blocks."""
-    name = func._schema.name.removeprefix("aten::")
-    if name == "split":
-        return torch._VF.split  # type: ignore[no-any-return, attr-defined]  # torch.split is Python code
-    if name in _BOUND_METHODS:
-        return getattr(torch._C.TensorBase, name)  # type: ignore[no-any-return]
-    if name in _BOUND:
-        return getattr(torch, name)  # type: ignore[no-any-return]
-    if name in _BOUND_NN:
-        return getattr(torch._C._nn, name)  # type: ignore[no-any-return]
-    return func._op  # type: ignore[no-any-return]
+def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
+    """The shortest run there is, where nothing moves and this process has one rank; None otherwise."""
+    if any(resolution.moves) or resolution.simulated or resolution.replicated:
+        return None
+    func, args, kwargs, info = call.func, call.args, call.kwargs, call.info
+    positions = tuple(i for i, a in enumerate(args) if isinstance(a, DTensor))
+    all_positional = len(positions) == len(resolution.moves)
+    if resolution.is_view:
+        return _direct_view(call, resolution)
+    if resolution.programs is not None:
+        program = resolution.programs[None]
+        if program is None or not info.returns_tensor or not all_positional or info.writes:
+            return None
+        return by_program(program, positions, resolution.outputs[0])
+    if not all_positional:
+        is_list = bool(args) and isinstance(args[0], list | tuple) and all(isinstance(a, DTensor) for a in args[0])
+        if is_list and len(args[0]) == len(resolution.moves) and info.returns_tensor and not info.writes:
+            return listed(python_binding(func), resolution.outputs[0])
+        return None
+    if info.writes:
+        first = info.returned is not None and info.returned[0] == positions[0] == 0
+        return in_place(boxed_call(func), positions) if first else None
+    if not info.returns_tensor:
+        return several(python_binding(func), positions, resolution.outputs)
+    op, spec = python_binding(func), resolution.outputs[0]
+    if positions == (0,):
+        # of such ops all other arguments are in the key
+        return constant(func, spec, args, kwargs) if new_entry(func).form is ONE_TENSOR else unary(op, spec)
+    if positions == (0, 1):
+        return binary(op, spec, alone=len(args) == 2 and not kwargs)
+    if positions == (0, 1, 2) and len(args) == 3 and not kwargs:
+        return ternary(op, spec)
+    return any_args(op, positions, spec)
+
+
+def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
+    func, shape, spec = call.func, resolution.view_shape, resolution.outputs[0]
+    if shape is None or resolution.programs is None or call.info.name.split(".")[1].endswith("_copy"):
+        return None
+    if func is torch.ops.aten.unsqueeze.default:
+        block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
+        if func(block, *call.args[1:]).shape == shape:  # a block without elements may be empty along another dim
+            return constant(func, spec, call.args, call.kwargs)
+    return view_as(shape, spec, lambda a, k: execute(func, resolution, a, k))
 
 
 def unary(op: Callable[..., Tensor], spec: Spec) -> Run:
-    """An op of one tensor, which is its first argument."""
+    """An op whose only tensor is its first argument."""
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         block = op(args[0]._local_tensor, *args[1:], **kwargs)
-        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
+        return new_dtensor(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
-    return go
+    return run
 
 
 _OVER_DIMS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin"})
-_AS_EVER = {"pin_memory": False}  # what torch says of every new tensor
+_USUAL_KWARGS = {"pin_memory": False}  # torch passes this for every new tensor
 
 
 def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-    """An op of one tensor whose other arguments are the same in each call that comes here."""
-    quick = _quick(func, spec, args, kwargs)
+    """An op of one tensor whose other arguments are part of the key, and so the same in each call."""
+    quick = _quicker(func, spec, args, kwargs)
     if quick is not None:
         return quick
-    op = binding(func)
-    if func._schema.name in _OVER_DIMS and len(args) > 1 and type(args[1]) is list and len(args[1]) == 1:
-        args = (args[0], args[1][0], *args[2:])  # one dim is read sooner than a list of one
-    if len(args) == 1 and (not kwargs or kwargs == _AS_EVER):
-        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor), spec, False)
+    op = python_binding(func)
+    if op_info(func).qualified_name in _OVER_DIMS and len(args) > 1 and type(args[1]) is list and len(args[1]) == 1:
+        args = (args[0], args[1][0], *args[2:])  # torch parses a number faster than a list
+    if len(args) == 1 and (not kwargs or kwargs == _USUAL_KWARGS):
+        return lambda args, kwargs: new_dtensor(DTensor, op(args[0]._local_tensor), spec, False)
     if len(args) == 2 and not kwargs:
         a = args[1]
-        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, a), spec, False)
+        return lambda args, kwargs: new_dtensor(DTensor, op(args[0]._local_tensor, a), spec, False)
     if len(args) == 3 and not kwargs:
         b, c = args[1:]
-        return lambda args, kwargs: _new(DTensor, op(args[0]._local_tensor, b, c), spec, False)
+        return lambda args, kwargs: new_dtensor(DTensor, op(args[0]._local_tensor, b, c), spec, False)
     return unary(op, spec)
 
 
-def _quick(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
-    """A quicker way to the same result for ops whose own call is slow."""
+def _quicker(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+    """Another call with the same result, for ops whose own call is slow."""
     if func is torch.ops.aten.slice.Tensor and not kwargs and 1 < len(args) < 5:
-        start, end = (*args[2:], None, None)[:2]  # slice(3) would end at 3, not begin there
-        cut = (slice(None),) * (args[1] % args[0].dim()) + (slice(start, end),)
-        return lambda args, kwargs: _new(DTensor, args[0]._local_tensor[cut], spec, False)
+        start, end = (*args[2:], None, None)[:2]  # slice(3) would be the end, not the start
+        index = (slice(None),) * (args[1] % args[0].dim()) + (slice(start, end),)
+        return lambda args, kwargs: new_dtensor(DTensor, args[0]._local_tensor[index], spec, False)
     if func is torch.ops.aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
         dtype = kwargs["dtype"]
-        if dtype not in (None, args[0].dtype):  # another dtype is always a copy
-            return lambda args, kwargs: _new(DTensor, args[0]._local_tensor.type(dtype), spec, False)
+        if dtype not in (None, args[0].dtype):  # a cast always copies
+            return lambda args, kwargs: new_dtensor(DTensor, args[0]._local_tensor.type(dtype), spec, False)
     return None
 
 
 def binary(op: Callable[..., Tensor], spec: Spec, alone: bool) -> Run:
-    """An op of two tensors, which are its first arguments, or, `alone`, its only ones."""
+    """An op whose only tensors are its first two arguments; `alone` if it has no others."""
     if alone:
 
         def pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
             x, y = args
             block = op(x._local_tensor, y._local_tensor)
-            return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
+            return new_dtensor(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
         return pair
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         block = op(args[0]._local_tensor, args[1]._local_tensor, *args[2:], **kwargs)
-        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
+        return new_dtensor(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
-    return go
+    return run
 
 
 def ternary(op: Callable[..., Tensor], spec: Spec) -> Run:
-    """An op of three tensors and nothing else."""
+    """An op of three tensors and no other arguments."""
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         x, y, z = args
         block = op(x._local_tensor, y._local_tensor, z._local_tensor)
-        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
+        return new_dtensor(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
-    return go
+    return run
 
 
-def _blocks(args: tuple[Any, ...], at: tuple[int, ...]) -> list[Any]:
+def _blocks(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Any]:
     out = list(args)
-    for i in at:
+    for i in positions:
         out[i] = out[i]._local_tensor
     return out
 
 
-def any_args(op: Callable[..., Tensor], at: tuple[int, ...], spec: Spec) -> Run:
-    """An op with tensors at some places among its arguments."""
-    return lambda args, kwargs: _new(DTensor, op(*_blocks(args, at), **kwargs), spec, False)
+def any_args(op: Callable[..., Tensor], positions: tuple[int, ...], spec: Spec) -> Run:
+    """An op with tensors at some positions among its arguments."""
+    return lambda args, kwargs: new_dtensor(DTensor, op(*_blocks(args, positions), **kwargs), spec, False)
 
 
-def in_place(op: Callable[..., Any], at: tuple[int, ...]) -> Run:
+def in_place(op: Callable[..., Any], positions: tuple[int, ...]) -> Run:
     """An op that writes to its first argument and returns it."""
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        op(*_blocks(args, at), **kwargs)
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op(*_blocks(args, positions), **kwargs)
         return args[0]
 
-    return go
+    return run
 
 
 def listed(op: Callable[..., Tensor], spec: Spec) -> Run:
-    """An op of a list of tensors, which is its first argument."""
+    """An op whose only tensors are a list, its first argument."""
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         if len(args) == 2 and not kwargs:
-            return _new(DTensor, op([t._local_tensor for t in args[0]], args[1]), spec, False)  # type: ignore[no-any-return]
+            return new_dtensor(DTensor, op([t._local_tensor for t in args[0]], args[1]), spec, False)  # type: ignore[no-any-return]
         block = op([t._local_tensor for t in args[0]], *args[1:], **kwargs)
-        return _new(DTensor, block, spec, False)  # type: ignore[no-any-return]
+        return new_dtensor(DTensor, block, spec, False)  # type: ignore[no-any-return]
 
-    return go
+    return run
 
 
-def several(op: Callable[..., Any], at: tuple[int, ...], specs: tuple[Spec, ...]) -> Run:
+def several(op: Callable[..., Any], positions: tuple[int, ...], specs: tuple[Spec, ...]) -> Run:
     """An op with several results, or a list of them."""
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = (
-            op(args[0]._local_tensor, *args[1:], **kwargs) if at == (0,) else op(*_blocks(args, at), **kwargs)
+            op(args[0]._local_tensor, *args[1:], **kwargs) if positions == (0,) else op(*_blocks(args, positions), **kwargs)
         )
-        if len(blocks) != len(specs):  # some of them None
-            return wrapped(blocks, iter(specs))
-        return [_new(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
+        if len(blocks) != len(specs):  # some are None
+            return wrap(blocks, iter(specs))
+        return [new_dtensor(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
 
-    return go
-
-
-def programmed(program: Callable[[Sequence[Tensor]], Any], at: tuple[int, ...], spec: Spec) -> Run:
-    """A program on the blocks in place of the op."""
-    if at == (0,):
-        return lambda args, kwargs: _new(DTensor, program((args[0]._local_tensor,)), spec, False)
-    return lambda args, kwargs: _new(DTensor, program([args[i]._local_tensor for i in at]), spec, False)
+    return run
 
 
-def seen_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:
-    """A view of a block in another shape; where its strides do not allow one, `otherwise`."""
+def by_program(program: Callable[[Sequence[Tensor]], Any], positions: tuple[int, ...], spec: Spec) -> Run:
+    """A program on the blocks instead of the op."""
+    if positions == (0,):
+        return lambda args, kwargs: new_dtensor(DTensor, program((args[0]._local_tensor,)), spec, False)
+    return lambda args, kwargs: new_dtensor(DTensor, program([args[i]._local_tensor for i in positions]), spec, False)
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+def view_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:
+    """A view of a block in another shape; `otherwise` where its strides allow none."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             block = args[0]._local_tensor.view(shape)
         except RuntimeError:
             return otherwise(args, kwargs)
-        return _new(DTensor, block, spec, False)
+        return new_dtensor(DTensor, block, spec, False)
 
-    return go
-
-
-def wrapped(result: Any, specs: Iterator[Spec]) -> Any:
-    """What an op returned with its tensors wrapped."""
-    if isinstance(result, Tensor):
-        return _new(DTensor, result, next(specs), False)
-    if isinstance(result, list | tuple):
-        return type(result)([wrapped(r, specs) for r in result])
-    return result  # None where a mask leaves an output out, or a number
+    return run

@@ -1,6 +1,6 @@
-"""The path of torch's experimental names; they come here as they are delivered."""
+"""The names of `torch.distributed.tensor.experimental`."""
 
-from shardwise.api.local_map import local_map
-from shardwise.tensor import implicit_replication, register_sharding
+from shardwise.api import local_map, register_sharding
+from shardwise.tensor import implicit_replication
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]

@@ -1,151 +1,183 @@
-"""Ops over lists of tensors: one kernel on all the blocks where each place of the lists allows it."""
+"""Ops over lists of tensors: one kernel on all the blocks where the op for each single tensor would move nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 
-from shardwise.call.fallback import on_whole
-from shardwise.call.resolve import prepare
+from shardwise.call.arguments import map_tensors
+from shardwise.call.fallback import run_on_full
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import resolve
+from shardwise.call.route import Route, Run
+from shardwise.call.schema import op_info
 from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout
-from shardwise.tensor.autograd import redistributed
+from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.implicit import communication, to_layout
+from shardwise.torch_internals.dispatcher import python_binding
+from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["FUSED", "each", "fused", "prepare_foreach"]
+__all__ = ["FUSED", "foreach_route", "run_fused"]
 
-_Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-_new: Any = torch.Tensor._dtensor__new__  # without the detour through Python that `DTensor(…)` is
-_FORMS = {"List": "Tensor", "ScalarList": "Scalar"}
+aten = torch.ops.aten
+_OVERLOADS = {"List": "Tensor", "ScalarList": "Scalar"}
 
 
-def _single(func: Any) -> Any | None:
-    """The op that a foreach op does to each place of its lists, or None if torch has none."""
-    name, said = func._schema.name.removeprefix("aten::_foreach_"), func._overloadname
-    if said in ("Scalar", "ScalarList"):
+@cache
+def _single_op(func: Any) -> Any | None:
+    """The op that a foreach op applies to each element of its lists, or None if torch has none."""
+    info = op_info(func)
+    name, overload = info.qualified_name.removeprefix("aten::_foreach_"), info.name.rpartition(".")[2]
+    if overload in ("Scalar", "ScalarList"):
         name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
-    packet = getattr(torch.ops.aten, {"norm": "linalg_vector_norm", "max": "amax"}.get(name, name), None)
+    packet = getattr(aten, {"norm": "linalg_vector_norm", "max": "amax"}.get(name, name), None)
     if packet is None:
         return None
     if name == "pow":
-        said = {"ScalarAndTensor": "Scalar", "List": "Tensor_Tensor"}.get(said, "Tensor_Scalar")
-    if said in ("Scalar", "ScalarList") and name.startswith("clamp"):
-        said = "default"
-    for overload in (_FORMS.get(said, said), "default", "Tensor", "Scalar"):
-        if overload in packet.overloads():
-            return getattr(packet, overload)
+        overload = {"ScalarAndTensor": "Scalar", "List": "Tensor_Tensor"}.get(overload, "Tensor_Scalar")
+    if overload in ("Scalar", "ScalarList") and name.startswith("clamp"):
+        overload = "default"
+    for candidate in (_OVERLOADS.get(overload, overload), "default", "Tensor", "Scalar"):
+        if candidate in packet.overloads():
+            return getattr(packet, candidate)
     return None
 
 
-def _places(
+def _elements(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """The arguments at each place of the lists, as the op for one tensor takes them."""
-    name = func._schema.name.removeprefix("aten::_foreach_").rstrip("_")
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments for each element of the lists, as the op for one tensor takes them."""
+    name = op_info(func).qualified_name.removeprefix("aten::_foreach_").rstrip("_")
     count = len(next(a for a in args if isinstance(a, list | tuple)))
     for i in range(count):
         here = [a[i] if isinstance(a, list | tuple) else a for a in args]
-        keyed = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+        named = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
         if name in ("addcdiv", "addcmul") and len(here) > 3:
             value = here.pop()
-            keyed["value"] = value[i] if isinstance(value, torch.Tensor) and value.dim() else value
+            named["value"] = value[i] if isinstance(value, torch.Tensor) and value.dim() else value
         if name == "norm" and len(here) > 2:
-            keyed["dtype"] = here.pop()
+            named["dtype"] = here.pop()
         if name == "copy" and len(here) > 2:
             here.pop()
-        yield here, keyed
+        yield tuple(here), named
 
 
-def _writes(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+def foreach_route(call: OpCall) -> Route:
+    """One kernel on all blocks if no element would move anything, else the op for one tensor on each element."""
+    func = call.func
+    run = _on_blocks(call)
+    return Route("foreach", run or (lambda a, k: _on_each(func, a, k)), None if run is None else ())
 
 
-def prepare_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run | None:
-    """How to run the kernel on the blocks themselves: if at each place the op for one tensor would move nothing."""
-    single = _single(func)
+def _on_blocks(call: OpCall) -> Run | None:
+    func, args, kwargs = call.func, call.args, call.kwargs
+    single = _single_op(func)
     if single is None:
         return None
     specs = []
-    for here, keyed in _places(func, args, kwargs):
-        recipe = prepare(single, tuple(here), keyed) if any(isinstance(a, DTensor) for a in here) else None
-        if recipe is None or any(recipe.moves) or recipe.programs is not None:
+    for here, named in _elements(func, args, kwargs):
+        resolution = resolve(OpCall(single, here, named)) if any(isinstance(a, DTensor) for a in here) else None
+        if resolution is None or resolution.plans or resolution.programs is not None:
             return None
-        specs.append(recipe.outputs[0])
-    writes = _writes(func)
-    lists = [_is_list_of_blocks(a) for a in args]
-    if kwargs or not any(lists) or any(isinstance(a, DTensor) for a in args):
+        specs.append(resolution.outputs[0])
+    writes = call.info.writes
+    is_list = [_is_list_of_blocks(a) for a in args]
+    if kwargs or not any(is_list) or any(isinstance(a, DTensor) for a in args):
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found = map_ranks(func, *[_blocks(a) for a in args], **{k: _blocks(v) for k, v in kwargs.items()})
-            return None if writes else [DTensor(r, spec) for r, spec in zip(found, specs, strict=True)]
+            results = map_ranks(func, *_blocks(args), **_blocks(kwargs))
+            return None if writes else [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
 
         return run
-    op = getattr(torch, func._schema.name.removeprefix("aten::"))  # quicker than the op's boxed call
+    op = python_binding(func)
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = op(*[[t._local_tensor for t in a] if li else a for a, li in zip(args, lists, strict=True)])
-        return (
-            None if writes else [_new(DTensor, r, spec, False) for r, spec in zip(found, specs, strict=True)]
-        )
+        results = op(*[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)])
+        if writes:
+            return None
+        return [new_dtensor(DTensor, r, spec, False) for r, spec in zip(results, specs, strict=True)]
 
     return direct
 
 
 def _is_list_of_blocks(value: Any) -> bool:
-    """Whether an argument is a list of nothing but DTensors, each with one block: that of this rank."""
+    """Whether an argument is a list of DTensors only, of which this process has one block each."""
     return isinstance(value, list | tuple) and all(
         isinstance(t, DTensor) and not isinstance(t._local_tensor, PerRank) for t in value
     )
 
 
-def _blocks(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._local_tensor
-    return [_blocks(v) for v in value] if isinstance(value, list | tuple) else value
+def _blocks(tree: Any) -> Any:
+    return map_tensors(lambda t: t._local_tensor if isinstance(t, DTensor) else t, tree)
 
 
-def each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op for one tensor at each place, one after the other."""
-    single = _single(func)
+def _on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    single = _single_op(func)
     if single is None:
-        return on_whole(func, args, kwargs)
-    out = [single(*here, **keyed) for here, keyed in _places(func, args, kwargs)]
-    return None if _writes(func) else out
+        return run_on_full(func, args, kwargs)
+    results = [single(*here, **named) for here, named in _elements(func, args, kwargs)]
+    return None if op_info(func).writes else results
 
 
 FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-"""Steps of optimizers: pointwise in what lies at one place of the lists, and each parameter is on a mesh of its own."""
+"""Optimizer steps: pointwise in the tensors at the same position of the lists, where each parameter has its own mesh."""
 
 
-def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A step of an optimizer, mesh by mesh, on the blocks as the parameters lie."""
-    places: dict[Any, list[int]] = {}
+def run_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An optimizer step, mesh by mesh, on the blocks in the parameters' layouts."""
+    by_mesh: dict[Any, list[int]] = {}
     for i, p in enumerate(args[0]):
-        places.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(i)
-    for some in places.values():
-        _fused_on_one(func, [[a[i] for i in some] if a else a for a in args], kwargs)
+        by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(i)
+    groups = [[[a[i] for i in some] if a else a for a in args] for some in by_mesh.values()]
+    with communication(func, [plan for lists in groups for plan in _fused_plans(lists, kwargs)]):
+        for lists in groups:
+            _run_fused_on_mesh(func, lists, kwargs)
 
 
-def _fused_on_one(func: Any, lists: list[list[Any]], kwargs: dict[str, Any]) -> None:
-    goals = [p.layout.with_partial({}) if isinstance(p, DTensor) else None for p in lists[0]]
-    moved = [[_lying(t, goal) for t, goal in zip(a, goals, strict=False)] for a in lists]
-    keyed = {k: _blocks(_lying(v, None)) for k, v in kwargs.items()}
-    map_ranks(func, *[_blocks(a) for a in moved], **keyed)
+def _fused_targets(lists: list[list[Any]]) -> list[Layout | None]:
+    return [p._spec.layout.with_partial({}) if isinstance(p, DTensor) else None for p in lists[0]]
+
+
+def _fused_plans(lists: list[list[Any]], kwargs: dict[str, Any]) -> list[Plan]:
+    """What brings every list into the parameters' layouts, and back what was written."""
+    plans = []
+    targets = _fused_targets(lists)
+    tensors = [(n, t, goal) for n, a in enumerate(lists) for t, goal in zip(a, targets, strict=False)]
+    for number, t, goal in [*tensors, *((None, v, None) for v in kwargs.values())]:
+        if isinstance(t, DTensor) and (target := _target(t, goal)) is not t._spec.layout:
+            plans.append(plan_redistribute(t._spec.layout, target, t.dtype.itemsize))
+            if number is not None and _is_written(number, kwargs):
+                plans.append(plan_redistribute(target, t._spec.layout, t.dtype.itemsize))
+    return plans
+
+
+def _run_fused_on_mesh(func: Any, lists: list[list[Any]], kwargs: dict[str, Any]) -> None:
+    targets = _fused_targets(lists)
+    moved = [[_moved(func, t, goal) for t, goal in zip(a, targets, strict=False)] for a in lists]
+    named = {k: _blocks(_moved(func, v, None)) for k, v in kwargs.items()}
+    map_ranks(func, *[_blocks(a) for a in moved], **named)
     for number, (a, m) in enumerate(zip(lists, moved, strict=True)):
-        if number == 1 and kwargs.get("grad_scale") is None:
-            continue  # gradients change only where they are scaled
         for t, new in zip(a, m, strict=True):
-            if new is not t:
-                map_ranks(
-                    torch.ops.aten.copy_.default, t._local_tensor, redistributed(new, t.layout)._local_tensor
-                )
+            if new is not t and _is_written(number, kwargs):
+                block = to_layout(func, new, t._spec.layout)._local_tensor
+                map_ranks(aten.copy_.default, t._local_tensor, block)
 
 
-def _lying(t: Any, goal: Layout | None) -> Any:
-    if not isinstance(t, DTensor):
-        return t
-    here = t.layout
-    alike = goal is not None and goal.shape == here.shape
-    return redistributed(t, goal if alike else Layout.replicated(t.shape, here.axes))  # type: ignore[arg-type]
+def _is_written(number: int, kwargs: dict[str, Any]) -> bool:
+    """Whether a step writes to one of its lists: to the gradients, the second list, only if it unscales them."""
+    return number != 1 or kwargs.get("grad_scale") is not None
+
+
+def _target(t: DTensor, goal: Layout | None) -> Layout:
+    if goal is not None and goal.shape == t._spec.layout.shape:
+        return goal
+    return Layout.replicated(t.shape, t._spec.layout.axes)
+
+
+def _moved(func: Any, t: Any, goal: Layout | None) -> Any:
+    return to_layout(func, t, _target(t, goal)) if isinstance(t, DTensor) else t

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.call.fallback import passing_on
-from shardwise.call.variants import is_composite
-from shardwise.ops.random_ops import draws
+from shardwise.call.fallback import draws_random
+from shardwise.ops.random_ops import random_program
 from shardwise.random import Cells, integers, normal, permutation, uniform
-from shardwise.random.seeded_generator import borrowing, draws_now
+from shardwise.random.seeded_generator import borrowing
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeding import draw_from
-from shardwise.torch_internals.lazy_bits import heeding
+from shardwise.torch_internals.dispatcher import is_composite
+from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
+from shardwise.torch_internals.tracing import TorchDispatchMode
 
 __all__ = ["one_device"]
 
@@ -27,10 +27,12 @@ aten = torch.ops.aten
 
 @contextmanager
 def one_device() -> Iterator[None]:
-    """Inside, random ops on plain tensors draw from shardwise's stream, as those on DTensors do everywhere.
+    """Inside the block random ops on plain tensors draw from shardwise's stream, as those on DTensors always do.
 
-    So a program for one device draws the numbers that it draws on any mesh: `torch.rand` and its like, `x.normal_()`,
-    the initialisation of modules, dropout. torch's own generator is neither read nor moved.
+    A program for one device then draws the numbers that it draws on any mesh: `torch.rand` and its like, `x.normal_()`, the
+    initialisation of modules, dropout. torch's own generator is neither read nor advanced.
+
+    Nothing is communicated.
 
     >>> import shardwise as sw
     >>> sw.manual_seed(3)
@@ -49,36 +51,32 @@ def one_device() -> Iterator[None]:
         yield
 
 
-_HELD_HERE = 3  # by `args`, by the call, and what C++ code made has an owner there
-
-
 class _Drawing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            with passing_on(_HELD_HERE):
-                return func(*args, **kwargs)
-        run = _NEW.get(func) or draws(func)
-        if run is not None:
-            return run(*args, **kwargs)
-        if is_composite(func):  # in inference mode torch hands on whole what is made of other ops
+            return func(*args, **kwargs)
+        program = _FACTORIES.get(func) or random_program(func)
+        if program is not None:
+            return program(*args, **kwargs)
+        if is_composite(func):  # inference mode passes composite ops on as they are
             with self:
                 return func.decompose(*args, **kwargs)
-        if draws_now(func, args, kwargs) and kwargs.get("generator") is None:
+        if draws_random(func, args, kwargs) and kwargs.get("generator") is None:
             func = borrowing(func, draw_from(None))
-        return heeding(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
+        return resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
 
 
-def _new(make: Callable[..., Tensor], size: Any, kwargs: dict[str, Any]) -> Tensor:
-    """A new tensor of these numbers, with the dtype, device and other properties asked for."""
+def _new(distribution: Callable[..., Tensor], size: Any, kwargs: dict[str, Any]) -> Tensor:
+    """A new tensor of random numbers, with the dtype, device and other properties asked for."""
     generator = kwargs.pop("generator", None)
     draw = draw_from(generator)
     out = torch.empty(size, **kwargs)
     if out.device.type == "meta":
         return out
-    return out.copy_(make(draw, Cells(out.shape), out.dtype, out.device))
+    return out.copy_(distribution(draw, Cells(out.shape), out.dtype, out.device))
 
 
 def _rand(size: Any, **kwargs: Any) -> Tensor:
@@ -107,11 +105,11 @@ def _randperm(n: int, **kwargs: Any) -> Tensor:
     return _new(permutation, (n,), {**kwargs, "dtype": dtype})
 
 
-_NEW: dict[Any, Callable[..., Tensor]] = {
+_FACTORIES: dict[Any, Callable[..., Tensor]] = {
     **{getattr(aten.rand, o): _rand for o in ("default", "generator")},
     **{getattr(aten.randn, o): _randn for o in ("default", "generator")},
     **{getattr(aten.randint, o): _randint for o in ("default", "generator", "low", "low_generator")},
     **{getattr(aten.randperm, o): _randperm for o in ("default", "generator")},
     aten.normal.float_float: _normal,
 }
-"""Ops that make a tensor of nothing but numbers: they know of no mesh."""
+"""Ops that create a tensor from numbers only, and so know of no mesh."""

@@ -1,7 +1,7 @@
 """The gradient of a product as plain tensors have it.
 
-torch divides the product by each factor where none is zero, but for subclasses of tensors it always multiplies the
-others, which differs where a factor is NaN, and needs the factors in order: two cumulative products along what is split.
+torch divides the product by each factor if none is zero. For tensor subclasses it always multiplies the other factors
+instead, which differs where a factor is NaN and takes two cumulative products along the split dim.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from shardwise.call.fallback import gather
+from shardwise.comm import PerRank
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.override import instead_of
+from shardwise.torch_internals.autograd import has_tangent
+from shardwise.torch_internals.patches import KernelPatch
+from shardwise.torch_internals.tracing import is_tracing
 
-__all__ = ["divide_products"]
+__all__ = ["prod_patches"]
 
 aten = torch.ops.aten
 
 
-def divide_products() -> None:
-    """Put our way before torch's where a DTensor wants a gradient."""
-    instead_of(aten.prod.default, _of_all, _wants_grad)
-    instead_of(aten.prod.dim_int, _along, _wants_grad)
+def prod_patches() -> list[KernelPatch]:
+    """The patches of `prod`."""
+    reason = "torch differentiates it by another formula for tensor subclasses"
+    return [
+        KernelPatch(aten.prod.default, _of_all, reason, _needs_grad),
+        KernelPatch(aten.prod.dim_int, _along, reason, _needs_grad),
+    ]
 
 
 def _of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
@@ -34,20 +40,11 @@ def _along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | N
     return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
 
 
-def _wants_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # what is traced has no values to look for zeros in
+def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # tracing has no values to look for zeros in, and torch has a formula for forward-mode derivatives
     x = args[0]
-    return bool(x.requires_grad) and torch.is_grad_enabled() and not _is_traced() and not _has_tangent(x)
-
-
-def _has_tangent(x: Tensor) -> bool:
-    """Whether a derivative comes along with the values: torch's own product has a formula for that."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-
-
-def _is_traced() -> bool:
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake is not None or torch.compiler.is_compiling()
+    differentiated = isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled()
+    return differentiated and not is_tracing() and not has_tangent(x)
 
 
 class _Prod(torch.autograd.Function):
@@ -79,20 +76,23 @@ def _grad(grad: Any, x: Any, out: Any, dim: int | None, keepdim: bool) -> Any:
         return grad * (out / x).conj()
     if dim is not None:
         return grad * _others(x, dim).conj()
-    if zeros > 1 and not torch.is_grad_enabled():  # of two zeros, each makes the other's derivative zero
+    if zeros > 1 and not torch.is_grad_enabled():  # two zeros: each makes the derivative of the other zero
         return torch.zeros_like(x)
     return grad * _others(x.reshape(-1), 0).view(x.shape).conj()
 
 
 def _zeros_in(x: Any) -> int:
-    count = (x.detach() == 0).sum().full_tensor()
-    return int(count.item()) if count.numel() else 0  # nothing is there on a rank that is not on the mesh
+    count = (x.detach() == 0).sum()
+    if isinstance(count, DTensor):
+        full = gather(aten.prod.default, count)
+        count = full.ranks[0] if isinstance(full, PerRank) else full
+    return int(count.item()) if count.numel() else 0  # a rank that is not on the mesh has no elements
 
 
 def _others(x: Tensor, dim: int) -> Tensor:
-    """The product of all other elements along a dim, for each: of those before it and of those behind."""
+    """For each element the product of all others along a dim: of those before it, times those after it."""
     n = x.shape[dim]
     one = torch.ones_like(x.narrow(dim, 0, 1))
     before = torch.cat([one, x.narrow(dim, 0, n - 1)], dim).cumprod(dim)
-    behind = torch.cat([one, x.narrow(dim, 1, n - 1).flip(dim)], dim).cumprod(dim).flip(dim)
-    return before * behind
+    after = torch.cat([one, x.narrow(dim, 1, n - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return before * after

@@ -1,4 +1,4 @@
-"""Ops that take or make sparse tensors: on the whole, which every rank has."""
+"""Ops that take or create sparse tensors: on the full tensor, which every rank has."""
 
 from __future__ import annotations
 
@@ -7,68 +7,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.call.fallback import on_whole, replicated_like, tensors_in, written_by
-from shardwise.dispatch.fast_path import Run
+from shardwise.call.fallback import run_on_full
+from shardwise.call.op_call import OpCall
+from shardwise.call.route import Run
 from shardwise.ops.sparse_dense import ON_BLOCKS
-from shardwise.tensor.sparse_tensor import holds_sparse, made
+from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.sparse_tensor import holds_sparse
+from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.dispatcher import below_autograd
 
-__all__ = ["is_about_sparse", "on_sparse"]
+__all__ = ["involves_sparse", "sparse_run"]
 
 aten = torch.ops.aten
 
 
-def is_about_sparse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def involves_sparse(call: OpCall) -> bool:
     """Whether a call takes a sparse tensor, or asks for one by its layout."""
-    wanted = kwargs.get("layout")
-    return wanted not in (None, torch.strided) or any(
-        holds_sparse(t) for t in tensors_in([*args, *kwargs.values()])
-    )
+    wanted = call.kwargs.get("layout")
+    return wanted not in (None, torch.strided) or any(map(holds_sparse, call.tensors))
 
 
-def on_sparse(func: Any) -> Run:
+def sparse_run(func: Any) -> Run:
     """How such a call runs."""
     if func in _OWN:
         return _OWN[func]
-    split = ON_BLOCKS.get(func)
+    on_blocks = ON_BLOCKS.get(func)
 
-    def go(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if split is not None and (done := split(func, args, kwargs)) is not None:
-            return done
-        result = on_whole(func, args, kwargs)
-        for t in written_by(func, args, kwargs):
-            # sparse tensors may be resized, and turned, in place
-            if holds_sparse(t) and t._local_tensor.shape != t.shape:
-                t.data = made(t._local_tensor, replicated_like(t._local_tensor, t.device_mesh))
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if on_blocks is not None and (result := on_blocks(func, args, kwargs)) is not None:
+            return result
+        result = run_on_full(func, args, kwargs)
+        for t in OpCall(func, args, kwargs).written:
+            # in-place ops may change the shape of sparse tensors
+            if isinstance(t, DTensor) and holds_sparse(t) and t._local_tensor.shape != t.shape:
+                t.data = from_block(t._local_tensor, replicated_spec(t._local_tensor, t.device_mesh))
         return result
 
-    return go
+    return run
 
 
-def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Which kind of sparse a tensor is: torch asks by an op."""
+def _layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]._local_tensor.layout
 
 
-def _room_for_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Room for a dense gradient of a sparse tensor, which torch takes for one of the tensor's own strides."""
+def _new_empty_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Memory for a gradient: torch asks for a sparse layout where the gradient of a sparse tensor is dense."""
     func = aten.new_empty_strided.default
-    if torch._C._current_graph_task_id() != -1 and not holds_sparse(args[0]):
+    if in_backward() and not holds_sparse(args[0]):
         return func(*args, **{k: v for k, v in kwargs.items() if k != "layout"})
-    return on_whole(func, args, kwargs)
+    return run_on_full(func, args, kwargs)
 
 
-def _wanting_grad(func: Any) -> Run:
-    """Where a kernel notes what its backward needs only if its inputs want a gradient, as blocks never do."""
+def _recording_for_backward(func: Any) -> Run:
+    """A kernel that records what its backward needs only if its inputs require gradients, which blocks never do."""
 
-    def noted(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+    def run(*args: Any) -> Any:
+        with below_autograd():
             return func(*(a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in args))
 
-    return lambda args, kwargs: on_whole(func, args, kwargs, run=noted)
+    return lambda args, kwargs: run_on_full(func, args, kwargs, run=run)
 
 
 _OWN: dict[Any, Run] = {
-    torch.ops.prim.layout.default: _kind,
-    aten.new_empty_strided.default: _room_for_grad,
-    aten._sparse_mm_reduce_impl.default: _wanting_grad(aten._sparse_mm_reduce_impl.default),
+    torch.ops.prim.layout.default: _layout,
+    aten.new_empty_strided.default: _new_empty_strided,
+    aten._sparse_mm_reduce_impl.default: _recording_for_backward(aten._sparse_mm_reduce_impl.default),
 }

@@ -1,4 +1,4 @@
-"""Module parallelism; its names come here as they are delivered."""
+"""Parallelism of modules: losses so far."""
 
 from shardwise.parallel.loss import loss_parallel
 

@@ -1,4 +1,4 @@
-"""Losses over split classes."""
+"""Losses of logits whose class dim is split."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["loss_parallel"]
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute `cross_entropy` of logits whose classes are split without gathering them: as outside of it.
+    """Do nothing: `cross_entropy` of logits with a split class dim gathers no logits, inside or outside the context.
 
-    Programs written for torch say where they want that. Here each op of a loss is right for any layout and exchanges
-    statistics where that is cheaper, so there is nothing to switch, and no gradient to get wrong by switching.
+    torch requires the context for that. Here each op of a loss is correct for any layout and exchanges statistics
+    where that is cheaper, so programs written for torch run unchanged with or without it.
     """
     yield

@@ -1,3 +1,3 @@
-"""The path of torch's parallel styles; they come here as they are delivered."""
+"""The module of torch's parallel styles; none is implemented yet."""
 
 __all__: list[str] = []

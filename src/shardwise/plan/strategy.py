@@ -93,10 +93,10 @@ def choose(
             break
 
     def cost(entry: tuple[tuple[float, int, int, int], Choice]) -> tuple[float, int, int, int]:
-        (_, *rest), choice = entry
+        (_, moved, held, number), choice = entry
         pairs = zip(layouts, choice.inputs, itemsizes, strict=True)
         seconds = model.total(plan_redistribute(a, b, n, model) for a, b, n in pairs if a is not b)
-        return (seconds, *rest)
+        return seconds, moved, held, number
 
     found.sort(key=lambda entry: entry[0])
     return min(found[:_PLANNED], key=cost)[1] if found else None
@@ -124,7 +124,8 @@ def every_choice(
     """All that a rule allows on a mesh, whatever lies where: what a proof of the rule must try."""
     layouts = [Layout.replicated(s, axes) for s in shapes]
     if isinstance(rule, Listed):
-        found = list(_choices(rule, layouts, outputs))
+        combinations = itertools.product(rule.candidates, repeat=len(axes))
+        found = [_listed(layouts, outputs, chosen) for chosen in combinations]
     else:
         letters = dict.fromkeys(x for said in rule.inputs for x in said if x is not None)
         roles = [_Role(letter=x) for x in letters]

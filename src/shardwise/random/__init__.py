@@ -1,7 +1,8 @@
-"""Random numbers that are a function of seed, stream position and global element index, never of the layout.
+"""Random numbers as a function of seed, stream position and global element index, independent of the layout.
 
-In the order to read: `philox` makes words, `cells` says which elements a block holds, `fill` turns the one into values
-of the other by a recipe, and the rest are recipes, written once for NumPy and torch with `arrays` and `elementary`.
+In reading order: `philox` computes random words, `block_indices` lists the elements of a block, `fill` converts the
+words of a block to values by a recipe, and the other modules are recipes, written once for NumPy and torch in terms
+of `numpy_or_torch` and `portable_math`.
 """
 
 from shardwise.random.block_indices import Cells

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a block holds, as runs of consecutive row-major indices."""
+"""The elements of a tensor that a block holds, as runs of consecutive row-major indices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["Cells"]
 
 I64 = NDArray[np.int64]
 
-MOST = 2**49
-"""The most elements a tensor may have: a philox block has a 48-bit number and makes two 64-bit values."""
+MAX_ELEMENTS = 2**49
+"""The largest tensor: Philox blocks have 48-bit numbers, and each yields two 64-bit words."""
 
 
 class Cells:
-    """The cells of a block in a tensor of a given shape: per dim the global indices, all of them if none are given.
+    """The elements of one block of a tensor: the tensor's shape, and per dim the global indices in the block.
 
-    A block is `rows` runs of `run` consecutive elements each; what lies next to each other in the tensor is one run.
+    Without `indices`, the block is the full tensor. The block consists of `rows` runs of `run` consecutive elements
+    each; adjacent elements are merged into one run, across dims where possible.
 
     >>> Cells((4, 6), (range(2, 4), range(6)))
     Cells (2, 6) of (4, 6): 1 x 12
@@ -32,22 +33,22 @@ class Cells:
     array([10, 11, 12, 13])
     """
 
-    __slots__ = ("_base", "_outer", "indices", "numel", "rows", "run", "shape", "whole")
+    __slots__ = ("_base", "_outer", "full_shape", "indices", "numel", "rows", "run", "shape")
 
     def __init__(self, shape: Sequence[int], indices: Sequence[Sequence[int]] | None = None) -> None:
-        self.whole = tuple(shape)
-        self.indices = tuple(range(n) for n in self.whole) if indices is None else tuple(indices)
-        if len(self.indices) != len(self.whole):
+        self.full_shape = tuple(shape)
+        self.indices = tuple(range(n) for n in self.full_shape) if indices is None else tuple(indices)
+        if len(self.indices) != len(self.full_shape):
             raise LayoutError(
-                f"{len(self.indices)} dims of indices do not fit a tensor of shape {self.whole}.",
-                why=f"the tensor has {len(self.whole)} dims",
-                fix="give the indices of each dim",
+                f"Cells got indices for {len(self.indices)} dims and a tensor of shape {self.full_shape}.",
+                why=f"the tensor has {len(self.full_shape)} dims, and each needs its indices",
+                fix="pass one sequence of indices per dim, such as range(size) for an unsplit dim",
             )
-        if (count := math.prod(self.whole)) > MOST:
+        if (count := math.prod(self.full_shape)) > MAX_ELEMENTS:
             raise LayoutError(
-                f"no random numbers for a tensor of shape {self.whole}.",
-                why=f"it has {count} elements; the stream numbers at most 2**49 of them in one call",
-                fix="draw it in several calls",
+                f"Random numbers were requested for a tensor of shape {self.full_shape} with {count} elements.",
+                why="one call can number at most 2**49 elements",
+                fix="fill slices of the tensor in several calls: for part in x.split(rows): part.normal_()",
             )
         self.shape = tuple(len(i) for i in self.indices)
         self.numel = math.prod(self.shape)
@@ -58,13 +59,13 @@ class Cells:
         self.rows = self.numel // self.run
 
     def _merge(self) -> None:
-        stride, within = 1, True  # within: all there is inside a dim is one run, so its neighbours join
-        for size, index in zip(reversed(self.whole), reversed(self.indices), strict=True):
+        stride, contiguous = 1, True  # contiguous: the dims inside this one form a single run
+        for size, index in zip(reversed(self.full_shape), reversed(self.indices), strict=True):
             starts: Sequence[int] | I64 = index
-            if within:
+            if contiguous:
                 starts, length = _runs(index)
                 self.run = length * stride
-                within = length == size
+                contiguous = length == size
             if len(starts) == 1:
                 self._base += int(starts[0]) * stride
             else:
@@ -72,7 +73,7 @@ class Cells:
             stride *= size
 
     def starts(self, lo: int, hi: int) -> I64:
-        """The global index each run begins at, of the runs lo to hi."""
+        """The global index of the first element of each of the runs lo to hi."""
         if len(self._outer) == 1:
             return self._outer[0][lo:hi] + self._base
         out = np.full(hi - lo, self._base, np.int64)
@@ -83,7 +84,7 @@ class Cells:
         return out
 
     def linear(self, lo: int, hi: int) -> I64:
-        """The global indices of the elements lo to hi of the block."""
+        """The global indices of the block's elements lo to hi."""
         if lo == hi:
             return np.empty(0, np.int64)
         first, last = lo // self.run, (hi - 1) // self.run
@@ -99,21 +100,21 @@ class Cells:
         return out
 
     def pairs(self) -> Cells:
-        """The cells of both parts of complex elements, in a real tensor with one more dim, of size 2."""
-        return Cells((*self.whole, 2), (*self.indices, range(2)))
+        """The same block of a complex tensor viewed as real, with a last dim of size 2."""
+        return Cells((*self.full_shape, 2), (*self.indices, range(2)))
 
     def __repr__(self) -> str:
-        return f"Cells {self.shape} of {self.whole}: {self.rows} x {self.run}"
+        return f"Cells {self.shape} of {self.full_shape}: {self.rows} x {self.run}"
 
 
 def _array(index: Sequence[int] | I64) -> I64:
-    if isinstance(index, range):  # which NumPy would read number by number
+    if isinstance(index, range):  # np.asarray would iterate over it
         return np.arange(index.start, index.stop, index.step, dtype=np.int64)
     return np.asarray(index, np.int64)
 
 
 def _runs(index: Sequence[int]) -> tuple[Sequence[int] | I64, int]:
-    """Where runs of consecutive indices begin, and how long they are; uneven ones are cut to a common length."""
+    """The first index of each run of consecutive indices, and the runs' length; uneven runs are split evenly."""
     if isinstance(index, range) and (index.step == 1 or len(index) == 1):
         return index[:1], len(index)
     at = _array(index)

@@ -1,4 +1,4 @@
-"""Filling a block: a recipe turns random words into values, here by the definition or by the CPU's fast path."""
+"""Filling a block with random values: a recipe converts random words to values, in torch or by NumPy on the CPU."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.random.block_indices import Cells
-from shardwise.random.numpy_or_torch import Array
-from shardwise.random.philox import CHUNK, Draw, Lanes, counters, philox
+from shardwise.random.philox import CHUNK, Draw, Workspace, counters, philox
 
-__all__ = ["Recipe", "at", "define", "fill", "parts", "words_at"]
+__all__ = ["Recipe", "at", "fill", "parts"]
 
 _HALF = np.uint64(32)
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_LOW_PRECISION = (
+    torch.bfloat16,
+    torch.float16,
+)  # computed as float32, so that all paths round once and alike
 
 
 class Recipe(NamedTuple):
-    """How words become values: each by itself, or those of the elements 2j and 2j+1 together.
+    """A conversion of random words to values.
 
-    The words are 32 bits, or 64 if wide. A recipe may overwrite them; its values may be of any dtype that converts.
+    `wide` selects 64-bit words instead of 32-bit ones. `values` maps words to values elementwise; if `paired`, it maps
+    the words of the elements 2j and those of the elements 2j+1 to the values of both. It may overwrite the words and
+    return any dtype that converts to the tensor's.
     """
 
     wide: bool
-    each: Callable[[Array], Array] | None = None
-    pair: Callable[[Array, Array], tuple[Array, Array]] | None = None
+    values: Callable[..., Any]
+    paired: bool = False
 
     @property
     def per_block(self) -> int:
-        """How many elements a philox block makes."""
+        """The number of elements that use the words of one Philox block."""
         return 2 if self.wide else 4
 
 
@@ -46,11 +50,16 @@ def fill(
     device: torch.device | str = "cpu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """The block of a tensor of random values, as the definition says, by the fastest way there is on a device.
+    """The random values of a block, written to `out` if given, else to a new tensor.
 
-    `out` is a tensor to write to instead of a new one, of the block's shape, dtype and device.
+    The values are those of `at` for each element, computed without repeating a Philox block within a run. A complex
+    element i takes the values of the elements 2i and 2i+1 of a real tensor.
     """
     device = torch.device(device)
+    if dtype.is_complex:
+        real = None if out is None else torch.view_as_real(out)
+        real = fill(draw, cells.pairs(), recipe, dtype.to_real(), device, real)
+        return torch.view_as_complex(real) if out is None else out
     if out is not None and not (out.is_contiguous() and out.shape == cells.shape and out.dtype == dtype):
         return out.copy_(fill(draw, cells, recipe, dtype, device))
     if out is None:
@@ -60,31 +69,10 @@ def fill(
     return out
 
 
-# The definition, on any device
-
-
-def define(
-    draw: Draw,
-    cells: Cells,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """The block of a tensor of random values, element by element from its global index."""
-    device = torch.device(device)
-    out = torch.empty(cells.numel, dtype=dtype, device=device)
-    for lo, hi in parts(cells.numel, device):
-        values = at(draw, torch.from_numpy(cells.linear(lo, hi)).to(device), recipe)
-        if dtype in _LOW_PRECISION:
-            values = values.to(torch.float32)  # one way of rounding for all
-        out[lo:hi] = values
-    return out.view(cells.shape)
-
-
 def parts(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """From where to where each part of a block goes, which bounds what is in memory besides the block.
+    """The bounds of the parts in which a block is computed, to limit the memory needed besides the block.
 
-    On the CPU they are also too small for torch to wake its threads, which costs more than it gains.
+    Parts on the CPU are small enough that torch starts no threads, which would cost more than they gain.
     """
     step = 2**14 if device.type == "cpu" else 2**22
     for lo in range(0, count, step):
@@ -92,32 +80,24 @@ def parts(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def at(draw: Draw, index: Tensor, recipe: Recipe, lane: int = 0) -> Tensor:
-    """The values of the elements with these global indices."""
-    first, second = words_at(draw, index, recipe.wide, lane)
+    """The values of the elements with these global indices: the definition of all random values, on any device."""
+    a, b, c, d = philox(counters(draw, index >> (1 if recipe.wide else 2), lane), draw.seed)
+    if recipe.wide:
+        first, second = a | b << 32, c | d << 32
+    else:
+        later = (index & 2).bool()
+        first, second = (torch.where(later, *w).to(torch.int32) for w in ((c, a), (d, b)))
     odd = (index & 1).bool()
-    if recipe.each is not None:
-        value: Tensor = recipe.each(torch.where(odd, second, first))
-        return value
-    if recipe.pair is None:
-        raise TypeError("a recipe has a function of each word or of a pair of them")
-    value, other = recipe.pair(first, second)
-    return torch.where(odd, other, value)
+    value: Tensor
+    if recipe.paired:
+        value, other = recipe.values(first, second)
+        return torch.where(odd, other, value)
+    value = recipe.values(torch.where(odd, second, first))
+    return value
 
 
-def words_at(draw: Draw, index: Tensor, wide: bool, lane: int = 0) -> tuple[Tensor, Tensor]:
-    """The words of the elements 2j and 2j+1, for the pairs in which these global indices are."""
-    a, b, c, d = philox(counters(draw, index >> (1 if wide else 2), lane), draw.seed)
-    if wide:
-        return a | b << 32, c | d << 32
-    later = (index & 2).bool()
-    return torch.where(later, c, a).to(torch.int32), torch.where(later, d, b).to(torch.int32)
-
-
-# The ways of filling: whole philox blocks, of which no word is made twice
-
-
-class _Job(NamedTuple):
-    """A piece of a block that is made at a time: elements of one run, or some whole runs of it."""
+class _Piece(NamedTuple):
+    """A part of a block that is computed at a time: complete runs, or the elements lo to hi of one run."""
 
     row: int
     rows: int
@@ -125,81 +105,81 @@ class _Job(NamedTuple):
     hi: int
 
 
-def _jobs(cells: Cells, per: int, chunk: int) -> Iterator[_Job]:
-    """The pieces of a block that take up to `chunk` philox blocks each."""
+def _pieces(cells: Cells, per: int, chunk: int) -> Iterator[_Piece]:
+    """The pieces of a block that take up to `chunk` Philox blocks each."""
     rows = chunk // _blocks_per_run(cells.run, per)
     if rows:
         for row in range(0, cells.rows, rows):
-            yield _Job(row, min(rows, cells.rows - row), 0, cells.run)
+            yield _Piece(row, min(rows, cells.rows - row), 0, cells.run)
         return
     for row in range(cells.rows):
-        start = (
-            int(cells.starts(row, row + 1)[0]) % per
-        )  # pieces end with a block, so that none is made twice
+        # pieces end at the end of a Philox block, so that none is computed twice
+        start = int(cells.starts(row, row + 1)[0]) % per
         edges = [0, *range(chunk * per - start, cells.run, chunk * per), cells.run]
         for lo, hi in itertools.pairwise(edges):
-            yield _Job(row, 1, lo, hi)
+            yield _Piece(row, 1, lo, hi)
 
 
 def _blocks_per_run(run: int, per: int) -> int:
-    return (run + 2 * per - 2) // per  # of a run that begins anywhere in a block
+    return (run + 2 * per - 2) // per  # the most that a run can touch, wherever in a block it starts
 
 
 def _by_torch(draw: Draw, cells: Cells, recipe: Recipe, out: Tensor) -> None:
     per, flat = recipe.per_block, out.view(-1)
-    for job in _jobs(cells, per, CHUNK if out.device.type == "cpu" else 2**20):
-        length = job.hi - job.lo
-        starts = torch.from_numpy(cells.starts(job.row, job.row + job.rows) + job.lo).to(out.device)[:, None]
+    for piece in _pieces(cells, per, CHUNK if out.device.type == "cpu" else 2**20):
+        length = piece.hi - piece.lo
+        starts = cells.starts(piece.row, piece.row + piece.rows) + piece.lo
+        first = torch.from_numpy(starts).to(out.device)[:, None]
         n = _blocks_per_run(length, per)
-        blocks = starts // per + torch.arange(n, device=out.device)
-        values = _of_blocks(draw, blocks.view(-1), recipe).view(job.rows, n * per)
+        blocks = first // per + torch.arange(n, device=out.device)
+        values = _torch_values(draw, blocks.view(-1), recipe).view(piece.rows, n * per)
         if out.dtype in _LOW_PRECISION:
             values = values.to(torch.float32)
-        begin = job.row * cells.run + job.lo
-        places = starts % per + torch.arange(length, device=out.device)
-        flat[begin : begin + job.rows * length].view(job.rows, length).copy_(values.gather(1, places))
+        begin = piece.row * cells.run + piece.lo
+        columns = first % per + torch.arange(length, device=out.device)
+        flat[begin : begin + piece.rows * length].view(piece.rows, length).copy_(values.gather(1, columns))
 
 
-def _of_blocks(draw: Draw, blocks: Tensor, recipe: Recipe) -> Tensor:
-    """The values of all elements of some philox blocks, in their order."""
+def _torch_values(draw: Draw, blocks: Tensor, recipe: Recipe) -> Tensor:
+    """The values of all elements of some Philox blocks, in order."""
     a, b, c, d = philox(counters(draw, blocks), draw.seed)
     if recipe.wide:
         first, second = a | b << 32, c | d << 32
     else:
-        first, second = torch.stack([a, c], -1).to(torch.int32), torch.stack([b, d], -1).to(torch.int32)
-    if recipe.each is not None:
-        value: Tensor = recipe.each(torch.stack([first, second], -1).view(-1))
-        return value
-    if recipe.pair is None:
-        raise TypeError("a recipe has a function of each word or of a pair of them")
-    return torch.stack(recipe.pair(first, second), -1).view(-1)
+        first, second = (torch.stack(words, -1).to(torch.int32) for words in ([a, c], [b, d]))
+    if recipe.paired:
+        return torch.stack(recipe.values(first, second), -1).view(-1)
+    value: Tensor = recipe.values(torch.stack([first, second], -1).view(-1))
+    return value
 
 
 def _by_numpy(draw: Draw, cells: Cells, recipe: Recipe, out: Tensor) -> None:
     memory = (out.view(torch.int16) if out.dtype == torch.bfloat16 else out).numpy().reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        for job in _jobs(cells, recipe.per_block, CHUNK):
-            _make(job, draw, cells, recipe, memory, out.dtype)
+        for piece in _pieces(cells, recipe.per_block, CHUNK):
+            _fill_piece(piece, draw, cells, recipe, memory, out.dtype)
 
 
-def _make(job: _Job, draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype) -> None:
-    lanes, per = _lanes(), recipe.per_block
-    starts = cells.starts(job.row, job.row + job.rows)
-    length = job.hi - job.lo
-    if job.rows == 1:
-        first = int(starts[0]) + job.lo
+def _fill_piece(
+    piece: _Piece, draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype
+) -> None:
+    workspace, per = _workspace(), recipe.per_block
+    starts = cells.starts(piece.row, piece.row + piece.rows)
+    length = piece.hi - piece.lo
+    if piece.rows == 1:
+        first = int(starts[0]) + piece.lo
         n = (first + length - 1) // per - first // per + 1
-        values = _stored(_values(lanes, draw, lanes.block_range(first // per, n), recipe), dtype)
-        begin = job.row * cells.run + job.lo
+        blocks = workspace.block_range(first // per, n)
+        values = _to_storage(_numpy_values(workspace, draw, blocks, recipe), dtype)
+        begin = piece.row * cells.run + piece.lo
         out[begin : begin + length] = values[first % per : first % per + length]
         return
     phase = starts % per
     phases = np.unique(phase)
     n = (int(phases[-1]) + length - 1) // per + 1
-    blocks = (starts // per)[:, None] + np.arange(n)
-    values = _stored(_values(lanes, draw, blocks.reshape(-1).view(np.uint64), recipe), dtype)
-    values = values.reshape(job.rows, n * per)
-    target = out[job.row * length : (job.row + job.rows) * length].reshape(job.rows, length)
+    blocks = ((starts // per)[:, None] + np.arange(n)).reshape(-1).view(np.uint64)
+    values = _to_storage(_numpy_values(workspace, draw, blocks, recipe), dtype).reshape(piece.rows, n * per)
+    target = out[piece.row * length : (piece.row + piece.rows) * length].reshape(piece.rows, length)
     for p in phases:
         if len(phases) == 1:
             target[:] = values[:, p : p + length]
@@ -208,49 +188,47 @@ def _make(job: _Job, draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any]
             target[these] = values[these, p : p + length]
 
 
-def _values(lanes: Lanes, draw: Draw, blocks: Any, recipe: Recipe) -> NDArray[Any]:
-    """The values of all elements of some philox blocks, in their order."""
-    even, odd = lanes.words(draw, blocks)
+def _numpy_values(workspace: Workspace, draw: Draw, blocks: Any, recipe: Recipe) -> NDArray[Any]:
+    """The values of all elements of some Philox blocks, in order."""
+    even, odd = workspace.words(draw, blocks)
     n = len(blocks)
-    if recipe.pair is not None and not recipe.wide:
-        value, other = recipe.pair(even.astype(np.uint32), odd.astype(np.uint32))
+    if recipe.paired and not recipe.wide:
+        value, other = recipe.values(even.astype(np.uint32), odd.astype(np.uint32))
         out = np.empty((n, 4), value.dtype)
         out[:, 0], out[:, 2], out[:, 1], out[:, 3] = value[0], value[1], other[0], other[1]
         return out.reshape(-1)
     odd <<= _HALF
     odd |= even
-    if recipe.pair is not None:
-        value, other = recipe.pair(odd[0].view(np.int64), odd[1].view(np.int64))
+    if recipe.paired:
+        value, other = recipe.values(odd[0].view(np.int64), odd[1].view(np.int64))
         out = np.empty((n, 2), value.dtype)
         out[:, 0], out[:, 1] = value, other
         return out.reshape(-1)
-    if recipe.each is None:
-        raise TypeError("a recipe has a function of each word or of a pair of them")
     words = np.empty((n, 2), np.uint64)
     words[:, 0], words[:, 1] = odd[0], odd[1]
-    return recipe.each(words.reshape(-1).view(np.int64 if recipe.wide else np.uint32))  # type: ignore[no-any-return]
+    return recipe.values(words.reshape(-1).view(np.int64 if recipe.wide else np.uint32))  # type: ignore[no-any-return]
 
 
-def _stored(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Values in a dtype that NumPy can store: it has no bfloat16, which is stored as its memory."""
+def _to_storage(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
+    """Values as NumPy stores them in a tensor's memory: bfloat16, which NumPy lacks, as its bit patterns."""
     if dtype in _LOW_PRECISION and values.dtype != np.float32:
         values = values.astype(np.float32)
     if dtype != torch.bfloat16:
         return values
-    memory = values.view(np.uint32)
-    carry = memory >> np.uint32(16)
+    pattern = values.view(np.uint32)
+    carry = pattern >> np.uint32(16)
     carry &= np.uint32(1)
     carry += np.uint32(0x7FFF)  # to nearest, ties to even
-    carry += memory
+    carry += pattern
     carry >>= np.uint32(16)
-    finite = (memory & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000)
-    return np.where(finite, carry, np.uint32(0x7FC0)).astype(np.uint16).view(np.int16)
+    is_number = (pattern & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000)
+    return np.where(is_number, carry, np.uint32(0x7FC0)).astype(np.uint16).view(np.int16)
 
 
-_mine = threading.local()
+_per_thread = threading.local()
 
 
-def _lanes() -> Lanes:
-    if not hasattr(_mine, "lanes"):
-        _mine.lanes = Lanes()
-    return _mine.lanes  # type: ignore[no-any-return]
+def _workspace() -> Workspace:
+    if not hasattr(_per_thread, "workspace"):
+        _per_thread.workspace = Workspace()
+    return _per_thread.workspace  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Exponential, geometric and Cauchy numbers, each from one word."""
+"""Exponential, geometric and Cauchy numbers, each computed from one word by inversion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardwise.layout.errors import LayoutError
 from shardwise.random.block_indices import Cells
 from shardwise.random.fill import Recipe, fill
 from shardwise.random.normal import half_open
-from shardwise.random.numpy_or_torch import Array, at_least, at_most, bits, choose, number, signed
+from shardwise.random.numpy_or_torch import Array, at_least, at_most, float_bits, select, signed, to_float
 from shardwise.random.philox import Draw
-from shardwise.random.portable_math import circle, ln
+from shardwise.random.portable_math import cos_sin, ln
 from shardwise.random.uniform import PRECISION, last_below, precision
 
 __all__ = ["cauchy", "exponential", "geometric"]
@@ -28,7 +28,7 @@ def exponential(
     lambd: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A block of exponential numbers with rate `lambd`; none is 0.
+    """A block of exponential numbers with rate `lambd`, all greater than 0.
 
     >>> bool((exponential(Draw(7, 0), Cells((100,)), torch.float32, lambd=2.0) > 0).all())
     True
@@ -36,19 +36,19 @@ def exponential(
     precision(dtype, "exponential")
     if not lambd > 0:
         raise LayoutError(
-            f"exponential with lambd={lambd}.", why="a rate is positive", fix="give such a rate"
+            f"exponential got lambd={lambd}.", why="the rate must be positive", fix="pass lambd > 0"
         )
     least = torch.finfo(dtype).smallest_normal if dtype != torch.float16 else 2.0**-24
 
-    def each(word: Array) -> Array:
+    def values(word: Array) -> Array:
         power = 8 * word.itemsize - 1
         out = ln(half_open(word), scale=-1.0, power=power)
-        at_least(out, 2.0 ** -(power + 2))  # 1 is among the numbers whose logarithm it is
+        at_least(out, 2.0 ** -(power + 2))  # half_open can be 1, whose logarithm is 0
         if lambd != 1.0:
             out *= 1 / lambd
         return at_least(out, least)
 
-    return fill(draw, cells, Recipe(dtype == torch.float64, each=each), dtype, device, out)
+    return fill(draw, cells, Recipe(dtype == torch.float64, values), dtype, device, out)
 
 
 def geometric(
@@ -59,10 +59,10 @@ def geometric(
     p: float = 0.5,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A block of the number of trials up to the first success, of probability `p`: 1 or more."""
+    """A block of the numbers of trials up to and including the first success, which has probability `p`."""
     if not 0 < p <= 1:
         raise LayoutError(
-            f"geometric with p={p}.", why="a success has a probability in (0, 1]", fix="give such a p"
+            f"geometric got p={p}.", why="a probability of success must be in (0, 1]", fix="pass 0 < p <= 1"
         )
     scale = 0.0 if p == 1 else -1 / math.log1p(-p)
     if dtype in PRECISION:
@@ -72,13 +72,13 @@ def geometric(
     else:
         most = last_below(torch.iinfo(dtype).max + 1, torch.float64)
 
-    def each(word: Array) -> Array:
+    def values(word: Array) -> Array:
         out = ln(half_open(word), scale=-1.0, power=63)
         out *= scale
         out = np.ceil(out, out=out) if isinstance(out, np.ndarray) else out.ceil_()
         return at_most(at_least(out, 1.0), most)
 
-    return fill(draw, cells, Recipe(True, each=each), dtype, device, out)
+    return fill(draw, cells, Recipe(True, values), dtype, device, out)
 
 
 def cauchy(
@@ -92,27 +92,28 @@ def cauchy(
 ) -> Tensor:
     """A block of Cauchy numbers: tangents of a uniform angle.
 
-    A word's first bit is the sign, its second whether the tangent of an angle up to 45 degrees or its inverse.
+    The highest bit of a word is the sign, the next one selects the tangent or the cotangent of an angle up to 45
+    degrees, and the rest are the angle.
     """
     precision(dtype, "cauchy")
 
-    def each(word: Array) -> Array:
+    def values(word: Array) -> Array:
         word = signed(word)
         count = 8 * word.itemsize
         sign = word & (-1 << (count - 1))
         inverse = (word & (1 << (count - 2))) != 0
         word &= (1 << (count - 2)) - 1
-        angle = number(word)
+        angle = to_float(word)
         angle += 0.5
         angle *= 2.0 ** (2 - count)
-        cos, sin = circle(angle)
-        out = choose(inverse, cos, sin) / choose(inverse, sin, cos)
-        memory = bits(out)
-        memory ^= sign
+        cos, sin = cos_sin(angle)
+        out = select(inverse, cos, sin) / select(inverse, sin, cos)
+        pattern = float_bits(out)
+        pattern ^= sign
         if sigma != 1.0:
             out *= sigma
         if median != 0.0:
             out += median
         return out
 
-    return fill(draw, cells, Recipe(dtype == torch.float64, each=each), dtype, device, out)
+    return fill(draw, cells, Recipe(dtype == torch.float64, values), dtype, device, out)

@@ -1,4 +1,4 @@
-"""Normal numbers, by Box and Muller: the elements 2j and 2j+1 are one point of the plane."""
+"""Normal numbers by the Box-Muller transform: the elements 2j and 2j+1 are the coordinates of one point."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from shardwise.random.block_indices import Cells
 from shardwise.random.fill import Recipe, fill
-from shardwise.random.numpy_or_torch import Array, bits, number, root, signed, top
+from shardwise.random.numpy_or_torch import Array, float_bits, signed, sqrt_, to_float, upper_bits
 from shardwise.random.philox import Draw
-from shardwise.random.portable_math import circle, exp, ln
-from shardwise.random.uniform import REAL_PART, precision
+from shardwise.random.portable_math import cos_sin, exp, ln
+from shardwise.random.uniform import precision
 
-__all__ = ["log_normal", "normal", "normal_recipe"]
+__all__ = ["box_muller", "half_open", "log_normal", "normal"]
 
 
 def normal(
@@ -26,18 +26,17 @@ def normal(
     std: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A block of a tensor of normal numbers; of complex ones, each part has half the variance, as torch's.
+    """A block of normal numbers; the parts of complex ones have half the variance each, as in torch.
 
-    >>> whole = normal(Draw(7, 0), Cells((2, 3)), torch.float32)
-    >>> torch.equal(whole[1:], normal(Draw(7, 0), Cells((2, 3), (range(1, 2), range(3))), torch.float32))
+    >>> full = normal(Draw(7, 0), Cells((2, 3)), torch.float32)
+    >>> torch.equal(full[1:], normal(Draw(7, 0), Cells((2, 3), (range(1, 2), range(3))), torch.float32))
     True
     """
-    if dtype in REAL_PART:
-        parts = None if out is None else torch.view_as_real(out)
-        parts = normal(draw, cells.pairs(), REAL_PART[dtype], device, 0.0, std * math.sqrt(0.5), parts)
-        out = torch.view_as_complex(parts) if out is None else out
+    if dtype.is_complex:
+        recipe = _recipe(dtype.to_real(), 0.0, std * math.sqrt(0.5))
+        out = fill(draw, cells, recipe, dtype, device, out)
         return out.add_(mean) if mean else out
-    return fill(draw, cells, normal_recipe(dtype, mean, std), dtype, device, out)
+    return fill(draw, cells, _recipe(dtype, mean, std), dtype, device, out)
 
 
 def log_normal(
@@ -49,22 +48,20 @@ def log_normal(
     std: float = 2.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A block of a tensor of numbers whose logarithms are normal."""
-    wide, _, pair = normal_recipe(dtype, mean, std)
+    """A block of numbers whose logarithms are normal with this mean and standard deviation."""
+    recipe = _recipe(dtype, mean, std)
 
-    def powers(first: Array, second: Array) -> tuple[Array, Array]:
-        value, other = pair(first, second)  # type: ignore[misc]
+    def values(first: Array, second: Array) -> tuple[Array, Array]:
+        value, other = recipe.values(first, second)
         return exp(value), exp(other)
 
-    return fill(draw, cells, Recipe(wide, pair=powers), dtype, device, out)
+    return fill(draw, cells, recipe._replace(values=values), dtype, device, out)
 
 
-def normal_recipe(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Recipe:
-    """How pairs of words become normal numbers."""
+def _recipe(dtype: torch.dtype, mean: float, std: float) -> Recipe:
     precision(dtype, "normal")
-    wide = dtype == torch.float64
 
-    def pair(first: Array, second: Array) -> tuple[Array, Array]:
+    def values(first: Array, second: Array) -> tuple[Array, Array]:
         value, other = box_muller(first, second)
         for out in (value, other):
             if std != 1.0:
@@ -73,37 +70,37 @@ def normal_recipe(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Re
                 out += mean
         return value, other
 
-    return Recipe(wide, pair=pair)
+    return Recipe(dtype == torch.float64, values, paired=True)
 
 
 def box_muller(first: Array, second: Array) -> tuple[Array, Array]:
-    """Two standard normal numbers of two words: the first makes the radius, the second the angle.
+    """Two standard normal numbers from two words, which determine the radius and the angle of a point.
 
-    The angle's upper two bits are the signs of the two numbers and the others an angle between -45 and 45 degrees,
-    which is turned by 45 degrees, into the quadrant where both are positive.
+    The upper two bits of the second word are the signs of the coordinates; the others are an angle between -45 and 45
+    degrees, which is rotated by 45 degrees into the quadrant where both coordinates are positive.
     """
     count = 8 * first.itemsize
-    radius = root(ln(half_open(first), scale=-1.0, power=count - 1))  # sqrt(1/2) of it, as turning takes
+    radius = sqrt_(ln(half_open(first), scale=-1.0, power=count - 1))  # times sqrt(1/2), for the rotation
     second = signed(second)
-    angle = number(second << 2)
+    angle = to_float(second << 2)
     angle *= 2.0 ** (1 - count)
-    cos, sin = circle(angle)
+    cos, sin = cos_sin(angle)
     value = cos + sin
     cos -= sin
     value *= radius
     cos *= radius
     sign = -1 << (count - 1)
-    memory = bits(value)
-    memory ^= second & sign
-    memory = bits(cos)
+    pattern = float_bits(value)
+    pattern ^= second & sign
+    pattern = float_bits(cos)
     second <<= 1
     second &= sign
-    memory ^= second
+    pattern ^= second
     return value, cos
 
 
 def half_open(word: Array) -> Array:
-    """Uniform numbers from 2**-1 up to and with 2**31 (2**63 of wide words): the upper 31 (63) bits, plus a half."""
-    out = number(top(word, 8 * word.itemsize - 1))
+    """Uniform numbers in (0, 1], times 2**31 (2**63 for wide words): the upper 31 (63) bits plus 0.5."""
+    out = to_float(upper_bits(word, 8 * word.itemsize - 1))
     out += 0.5
     return out

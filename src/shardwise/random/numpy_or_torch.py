@@ -1,7 +1,7 @@
-"""The few things NumPy and torch write differently, so that a distribution is written once for both.
+"""Array operations that NumPy and torch spell differently, so that each distribution is written once for both.
 
-An array is a NumPy array, on the CPU's fast path, or a torch tensor on any device. A word is 32 random bits: uint32
-in NumPy, and int32 in torch, which has no arithmetic for uint32. A wide word is 64 of them, as int64 in both.
+An array is a NumPy array (the fast path on the CPU) or a torch tensor on any device. A word is 32 random bits: uint32
+in NumPy, int32 in torch, which lacks uint32 arithmetic. A wide word is 64 bits: int64 in both.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ __all__ = [
     "Array",
     "at_least",
     "at_most",
-    "below",
-    "bits",
-    "choose",
-    "number",
-    "real",
-    "root",
+    "float_bits",
+    "from_bits",
+    "less_than",
+    "select",
     "signed",
-    "top",
+    "sqrt_",
+    "to_float",
+    "upper_bits",
 ]
 
 Array = Any
 
-_real_of = {"int32": np.float32, "uint32": np.float32, "int64": np.float64}
-_bits_of = {"float32": np.int32, "float64": np.int64}
+_FLOATS = {"int32": np.float32, "uint32": np.float32, "int64": np.float64}
+_INTS = {"float32": np.int32, "float64": np.int64}
 
 
-def top(word: Array, count: int) -> Array:
-    """The upper bits of words, as non-negative ints (int32 of words, int64 of wide ones). May overwrite the words."""
+def upper_bits(word: Array, count: int) -> Array:
+    """The upper `count` bits of words as non-negative ints of the same width. May overwrite the words."""
     if isinstance(word, np.ndarray):
         if word.dtype == np.int64:
             word = word.view(np.uint64)
@@ -42,67 +42,66 @@ def top(word: Array, count: int) -> Array:
     return word >> (8 * word.element_size() - count) & ((1 << count) - 1)
 
 
-def below(word: Array, limit: int) -> Array:
-    """Where 32-bit words are below a limit from 0 to 2**32."""
+def less_than(word: Array, limit: int) -> Array:
+    """Whether each 32-bit word, taken as unsigned, is below a limit from 0 to 2**32."""
     if isinstance(word, np.ndarray):
         return word < np.uint32(limit) if limit < 2**32 else np.ones(word.shape, np.bool_)
     return (word.to(torch.int64) & 0xFFFFFFFF) < limit
 
 
-def number(whole: Array) -> Array:
-    """Ints as floats of their width, rounded to nearest: float32 of int32, float64 of int64."""
-    if isinstance(whole, np.ndarray):
-        return whole.astype(_real_of[whole.dtype.name])
-    return whole.to(torch.float32 if whole.dtype == torch.int32 else torch.float64)
+def to_float(ints: Array) -> Array:
+    """Ints as floats of the same width (float32 for int32, float64 for int64), rounded to nearest."""
+    if isinstance(ints, np.ndarray):
+        return ints.astype(_FLOATS[ints.dtype.name])
+    return ints.to(torch.float32 if ints.dtype == torch.int32 else torch.float64)
 
 
-def bits(value: Array) -> Array:
-    """The memory of floats, as ints."""
+def float_bits(value: Array) -> Array:
+    """The bit patterns of floats, as a view of ints."""
     if isinstance(value, np.ndarray):
-        return value.view(_bits_of[value.dtype.name])
+        return value.view(_INTS[value.dtype.name])
     return value.view(torch.int32 if value.dtype == torch.float32 else torch.int64)
 
 
-def real(memory: Array) -> Array:
-    """Ints as the floats whose memory they are."""
-    if isinstance(memory, np.ndarray):
-        return memory.view(_real_of[memory.dtype.name])
-    return memory.view(torch.float32 if memory.dtype == torch.int32 else torch.float64)
+def from_bits(pattern: Array) -> Array:
+    """The floats with these bit patterns, as a view."""
+    if isinstance(pattern, np.ndarray):
+        return pattern.view(_FLOATS[pattern.dtype.name])
+    return pattern.view(torch.float32 if pattern.dtype == torch.int32 else torch.float64)
 
 
 def signed(word: Array) -> Array:
-    """Words as signed ints, the same memory."""
+    """Words as a view of signed ints."""
     if isinstance(word, np.ndarray) and word.dtype == np.uint32:
         return word.view(np.int32)
     return word
 
 
-def root(value: Array) -> Array:
-    """The square root, in place."""
+def sqrt_(value: Array) -> Array:
+    """The correctly rounded square root, in place."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.sqrt_()
-    # on the CPU torch takes a library's, whose last bit is off for one number in five
-    memory = value.numpy() if isinstance(value, Tensor) else value
-    np.sqrt(memory, out=memory)
+    # torch's CPU kernel calls a vector library whose last bit is off for one float32 in five
+    array = value.numpy() if isinstance(value, Tensor) else value
+    np.sqrt(array, out=array)
     return value
 
 
-def at_least(value: Array, least: float) -> Array:
-    """Values raised to a bound, in place."""
+def at_least(value: Array, bound: float) -> Array:
+    """Clamp values from below, in place."""
     if isinstance(value, np.ndarray):
-        return np.maximum(value, value.dtype.type(least), out=value)
-    return value.clamp_(min=least)
+        return np.maximum(value, value.dtype.type(bound), out=value)
+    return value.clamp_(min=bound)
 
 
-def at_most(value: Array, most: float) -> Array:
-    """Values lowered to a bound, in place."""
+def at_most(value: Array, bound: float) -> Array:
+    """Clamp values from above, in place."""
     if isinstance(value, np.ndarray):
-        return np.minimum(value, value.dtype.type(most), out=value)
-    return value.clamp_(max=most)
+        return np.minimum(value, value.dtype.type(bound), out=value)
+    return value.clamp_(max=bound)
 
 
-def choose(condition: Array, yes: Array, no: Array) -> Array:
-    """One value where a condition holds, the other elsewhere."""
-    return (
-        np.where(condition, yes, no) if isinstance(condition, np.ndarray) else torch.where(condition, yes, no)
-    )
+def select(condition: Array, yes: Array, no: Array) -> Array:
+    """`yes` where the condition holds, `no` elsewhere."""
+    where = np.where if isinstance(condition, np.ndarray) else torch.where
+    return where(condition, yes, no)

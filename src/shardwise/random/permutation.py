@@ -1,4 +1,4 @@
-"""Permutations of which each block can be made by itself."""
+"""Permutations of which each block can be computed by itself."""
 
 from __future__ import annotations
 
@@ -14,77 +14,75 @@ from shardwise.random.philox import Draw
 
 __all__ = ["permutation"]
 
-SORTED = 4096
-"""Up to this size a permutation is made by sorting random words, so that each is as likely as any other."""
-
+_MAX_SORT = 4096  # up to this size random words are sorted, so that all permutations are equally likely
 _ROUNDS = 12
+_WORDS = Recipe(True, lambda word: word)
 
 
 def permutation(
     draw: Draw, cells: Cells, dtype: torch.dtype = torch.int64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A block of a permutation of as many numbers as the whole tensor has elements.
+    """A block of a permutation of the integers below the number of elements of the full tensor.
 
-    Larger ones are a keyed bijection of the numbers below a product a * b, little more than their count: a number is
-    a digit below a and one below b, and each round adds to one digit a random function of the other. What falls
-    out of the range goes through again until it is within.
+    Large ones are Feistel networks: a number below a * b, a product just above the size, is a pair of digits below a
+    and below b, and each round adds to one digit a random function of the other. Results beyond the size are
+    permuted again until they are within it.
 
     >>> permutation(Draw(7, 0), Cells((8,)))
     tensor([0, 2, 5, 3, 4, 1, 7, 6])
     >>> permutation(Draw(7, 0), Cells((8,), (range(2, 4),)))
     tensor([5, 3])
     """
-    n = math.prod(cells.whole)
-    if dtype.is_floating_point is False and n - 1 > torch.iinfo(dtype).max:
+    n = math.prod(cells.full_shape)
+    if not dtype.is_floating_point and n - 1 > torch.iinfo(dtype).max:
         raise LayoutError(
-            f"a permutation of {n} as {dtype}.",
-            why=f"it holds up to {torch.iinfo(dtype).max}",
-            fix="use int64",
+            f"A permutation of {n} integers was requested as {dtype}.",
+            why=f"the largest integer of {dtype} is {torch.iinfo(dtype).max}",
+            fix="pass dtype=torch.int64",
         )
     device = torch.device(device)
-    if n <= SORTED:
-        words = fill(draw, Cells((n,)), Recipe(True, each=lambda word: word), torch.int64, device)
+    if n <= _MAX_SORT:
+        words = fill(draw, Cells((n,)), _WORDS, torch.int64, device)
         index = torch.from_numpy(cells.linear(0, cells.numel)).to(device)
         return words.argsort(stable=True)[index].to(dtype).view(cells.shape)
     out = torch.empty(cells.numel, dtype=dtype, device=device)
-    shuffle = _Shuffle(draw, n, cells.numel, device)
+    network = _Feistel(draw, n, cells.numel, device)
     for lo, hi in parts(cells.numel, device):
-        out[lo:hi] = shuffle(torch.from_numpy(cells.linear(lo, hi)).to(device))
+        out[lo:hi] = network(torch.from_numpy(cells.linear(lo, hi)).to(device))
     return out.view(cells.shape)
 
 
-class _Shuffle:
-    """A bijection of the numbers below `n`, which is asked for about `wanted` of them."""
+class _Feistel:
+    """A random bijection of the integers below `n`, of which about `block` will be looked up."""
 
-    def __init__(self, draw: Draw, n: int, wanted: int, device: torch.device) -> None:
+    def __init__(self, draw: Draw, n: int, block: int, device: torch.device) -> None:
         self._draw, self._n = draw, n
         self._outer = math.isqrt(n - 1) + 1
         self._inner = -(-n // self._outer)
-        # Where there are more numbers to shuffle than digits, the functions of all digits are made once
+        # with more integers to permute than digits, tabulate the random functions of the digits
         self._tables: list[Tensor] | None = None
-        if self._outer <= wanted:
+        if self._outer <= block:
             digits = torch.arange(self._outer, device=device)
-            self._tables = [self._made(digits, r) for r in range(_ROUNDS)]
+            self._tables = [self._compute(digits, r) for r in range(_ROUNDS)]
 
-    def _made(self, digit: Tensor, r: int) -> Tensor:
+    def _compute(self, digit: Tensor, r: int) -> Tensor:
         size = self._inner if r % 2 else self._outer
-        word = at(self._draw, digit, Recipe(True, each=lambda word: word), lane=r + 1)
-        return (word >> 1 & (2**63 - 1)) % size
+        return (at(self._draw, digit, _WORDS, lane=r + 1) >> 1 & (2**63 - 1)) % size
 
-    def _of(self, digit: Tensor, r: int) -> Tensor:
-        return self._made(digit, r) if self._tables is None else self._tables[r].index_select(0, digit)
+    def _function(self, digit: Tensor, r: int) -> Tensor:
+        return self._compute(digit, r) if self._tables is None else self._tables[r].index_select(0, digit)
 
-    def _once(self, index: Tensor) -> Tensor:
+    def _permute(self, index: Tensor) -> Tensor:
         outer, inner = index // self._inner, index % self._inner
         for r in range(_ROUNDS):
             if r % 2:
-                inner = (inner + self._of(outer, r)) % self._inner
+                inner = (inner + self._function(outer, r)) % self._inner
             else:
-                outer = (outer + self._of(inner, r)) % self._outer
+                outer = (outer + self._function(inner, r)) % self._outer
         return outer * self._inner + inner
 
     def __call__(self, index: Tensor) -> Tensor:
-        out = self._once(index)
+        out = self._permute(index)
         while (outside := (out >= self._n).nonzero().view(-1)).numel():
-            out.index_copy_(0, outside, self._once(out.index_select(0, outside)))
+            out.index_copy_(0, outside, self._permute(out.index_select(0, outside)))
         return out

@@ -1,7 +1,7 @@
-"""Philox 4x32-10: four 32-bit words from a 64-bit key and a 128-bit counter, once in torch and once in NumPy.
+"""Philox 4x32-10: four 32-bit words from a 64-bit key and a 128-bit counter, in torch and in NumPy.
 
-The torch form is the definition and runs on any device. The NumPy form gives the same words on the CPU in less
-time: it works on blocks of consecutive memory that stay in the cache, in 64-bit lanes, without new arrays.
+The torch version is the definition and runs on any device. The NumPy version computes the same words faster on the
+CPU: it works on cache-sized chunks of consecutive blocks, in uint64 arithmetic, in preallocated memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CHUNK", "Draw", "Lanes", "counters", "philox"]
+__all__ = ["CHUNK", "Draw", "Workspace", "counters", "philox"]
 
 U64 = NDArray[np.uint64]
 
@@ -22,14 +22,13 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-_BLOCK_BITS = 48
 
 CHUNK = 16384
-"""How many philox blocks are made at a time on the CPU: what they need then stays in the second-level cache."""
+"""The number of Philox blocks computed at a time on the CPU, so that the workspace fits the second-level cache."""
 
 
 class Draw(NamedTuple):
-    """The place of one call in the stream of random numbers: which seed, and the how-manieth call.
+    """The seed and the stream position of one call that draws random numbers.
 
     >>> Draw(seed=7, position=0)
     Draw(seed=7, position=0)
@@ -45,21 +44,21 @@ def _keys(seed: int) -> list[tuple[int, int]]:
 
 
 def philox(counter: Sequence[Tensor | int], seed: int) -> tuple[Any, Any, Any, Any]:
-    """The four words of a counter of four words, which are ints or int64 tensors of one shape.
+    """The four random words for a counter of four words, which are ints or int64 tensors of one shape.
 
     >>> [hex(word) for word in philox((0, 0, 0, 0), 0)]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     c0, c1, c2, c3 = counter
     for k0, k1 in _keys(seed):
-        p, q = c2 * _M1, c0 * _M0  # int64 wraps around: the bits are those of an unsigned product
+        p, q = c2 * _M1, c0 * _M0  # int64 wraps around: the bits are those of the unsigned product
         c0, c1 = (p >> 32 & _LOW) ^ c1 ^ k0, p & _LOW
         c2, c3 = (q >> 32 & _LOW) ^ c3 ^ k1, q & _LOW
     return c0, c1, c2, c3
 
 
 def counters(draw: Draw, block: Tensor, lane: int = 0) -> tuple[Tensor, Tensor | int, int, int]:
-    """The counter words of philox blocks, by their 48-bit numbers, in a lane of a draw."""
+    """The counters of Philox blocks, given their 48-bit numbers and a 16-bit lane."""
     position = draw.position
     return block & _LOW, block >> 32 | lane << 16, position & _LOW, position >> 32 & _LOW
 
@@ -76,21 +75,21 @@ def _key_scalars(seed: int) -> list[tuple[U64, U64]]:
     return [(_scalar(k0), _scalar(k1)) for k0, k1 in _keys(seed)]
 
 
-class Lanes:
-    """The memory for making up to CHUNK blocks at a time; one for each thread."""
+class Workspace:
+    """Memory for computing up to CHUNK blocks at a time; each thread needs its own."""
 
     def __init__(self) -> None:
         self._memory = np.empty((4, 2 * CHUNK), np.uint64)
         self._order = np.arange(CHUNK, dtype=np.uint64)
 
     def block_range(self, first: int, n: int) -> U64:
-        """The numbers of `n` consecutive blocks. The next call may overwrite them."""
+        """The numbers of `n` consecutive blocks, in memory that the next call overwrites."""
         return np.add(self._order[:n], _scalar(first), self._memory[3, :n])
 
     def words(self, draw: Draw, blocks: U64, lane: int = 0) -> tuple[U64, U64]:
-        """Words 0 and 2, and words 1 and 3 of blocks given by number, each as (2, n); upper halves of the latter are dirty.
+        """Words 0 and 2, and words 1 and 3, of `n` blocks given by number, each as an array of shape (2, n).
 
-        Both are memory of this object: the next call overwrites them.
+        The upper halves of words 1 and 3 are undefined. The next call overwrites both arrays.
         """
         n = len(blocks)
         even, odd, product = (m[: 2 * n].reshape(2, n) for m in self._memory[:3])
@@ -99,14 +98,15 @@ class Lanes:
         first, last = int(blocks.min()) >> 32, int(blocks.max()) >> 32
         if first == last:
             c1 = first | lane << 16
-            done = self._first_rounds(_keys(draw.seed), blocks, (c1, c2, c3), (even, odd, product))
+            self._first_rounds(_keys(draw.seed), blocks, (c1, c2, c3), (even, odd, product))
+            keys = keys[3:]
         else:
             np.bitwise_and(blocks, _low, even[0])
             np.right_shift(blocks, _half, odd[0])
             odd[0] |= _scalar(lane << 16)
-            even[1], odd[1], done = c2, c3, 0
+            even[1], odd[1] = c2, c3
         a, c, p, q = even[0], even[1], product[0], product[1]
-        for k0, k1 in keys[done:]:
+        for k0, k1 in keys:
             np.multiply(c, _m1, p)
             np.multiply(a, _m0, q)
             np.right_shift(product, _half, even)
@@ -122,8 +122,8 @@ class Lanes:
         blocks: U64,
         high: tuple[int, int, int],
         memory: tuple[U64, U64, U64],
-    ) -> int:
-        """The first three rounds, where half of the counter is the same for all blocks; how many they are."""
+    ) -> None:
+        """The first three rounds for counters that differ in c0 only, where half of the state is a scalar."""
         (a, c), (b, d), (p, q) = memory
         c1, c2, c3 = high
         product = c2 * _M1
@@ -148,4 +148,3 @@ class Lanes:
         np.bitwise_xor(a, _scalar(keys[2][0]), a)
         np.bitwise_xor(c, _scalar((product & _LOW) ^ keys[2][1]), c)
         np.bitwise_and(memory[2], _low, memory[1])
-        return 3

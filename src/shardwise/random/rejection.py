@@ -1,8 +1,8 @@
-"""Tries: the words of numbers that are made by rejection, which may take several.
+"""Rejection sampling: each element makes attempts until one is accepted.
 
-Whether a try is accepted differs from element to element, so each element has tries of its own: try r of element i
-is the philox block with number i in lane r, whatever other elements are in the block of the tensor.
-Everything is float64 and by `elementary` alone, so that all devices accept the same tries.
+Attempt r of element i uses the Philox block with number i in lane r, so the result does not depend on which other
+elements are in the block. All arithmetic is float64 in terms of `portable_math`, so that all devices accept the same
+attempts.
 """
 
 from __future__ import annotations
@@ -14,86 +14,91 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import MOST, Cells
+from shardwise.random import portable_math
+from shardwise.random.block_indices import MAX_ELEMENTS, Cells
 from shardwise.random.fill import parts
 from shardwise.random.normal import half_open
 from shardwise.random.philox import Draw, counters, philox
-from shardwise.random.portable_math import exp, ln
 
-__all__ = ["Tries", "Try", "log", "parts_of", "pick", "power", "where"]
-
-Try = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The numbers of some elements (by their place in the part) at a try, and which of them are accepted."""
+__all__ = ["Attempts", "attempts_by_part", "exp", "log", "positions_where", "take"]
 
 
-def pick(x: Tensor, places: Tensor) -> Tensor:
-    """Some elements of a tensor of one dim."""
-    return x.index_select(0, places)  # x[places] would wake torch's threads for a few thousand elements
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """Some elements of a 1-d tensor."""
+    return x.index_select(0, positions)  # x[positions] starts torch's threads for a few thousand elements
 
 
-def where(condition: Tensor) -> Tensor:
-    """The places where a condition holds."""
+def positions_where(condition: Tensor) -> Tensor:
+    """The positions where a condition holds."""
     return condition.nonzero().view(-1)
 
 
-class Tries:
-    """The random words of a part of a block, by try."""
+Attempt = Callable[..., tuple[Tensor, Tensor]]
+"""`attempt(attempts, positions, *parameters)`: the numbers of some elements, and whether each is accepted."""
+
+
+class Attempts:
+    """The random words of some elements, given by their global indices; each request uses the next lane."""
 
     def __init__(self, draw: Draw, index: Tensor) -> None:
-        self._draw, self._index, self.lane = draw, index, 0
+        self._draw, self._index, self._lane = draw, index, 0
 
-    def words(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Two new wide words for each of some elements."""
-        self.lane += 1
-        if self.lane >= 2**16:
+    def words(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Two new wide words for each of the elements at some positions."""
+        self._lane += 1
+        if self._lane >= 2**16:
             raise RuntimeError(
-                "a random number was not accepted in 65535 tries, which happens with NaN or infinity only"
+                "A random number was not accepted in 65535 attempts, so a parameter must be NaN or infinite."
             )
-        a, b, c, d = philox(counters(self._draw, pick(self._index, places), self.lane), self._draw.seed)
+        counter = counters(self._draw, take(self._index, positions), self._lane)
+        a, b, c, d = philox(counter, self._draw.seed)
         return a | b << 32, c | d << 32
 
-    def uniforms(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Two new numbers in (0, 1] for each of some elements."""
-        first, second = self.words(places)
+    def uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Two new uniform numbers in (0, 1] for each of the elements at some positions."""
+        first, second = self.words(positions)
         return half_open(first) * 2.0**-63, half_open(second) * 2.0**-63
 
-    def until_accepted(self, places: Tensor, attempt: Try, out: Tensor) -> None:
-        """Tries for some elements until each has a number, which is then in `out`."""
-        while places.numel():
-            value, accepted = attempt(places)
-            yes = where(accepted)
-            out.index_copy_(0, pick(places, yes), pick(value, yes))
-            places = pick(places, where(~accepted))
+    def until_accepted(self, positions: Tensor, out: Tensor, attempt: Attempt, *parameters: Tensor) -> None:
+        """Repeat an attempt until each element at some positions has a number, and write the numbers to `out`."""
+        while positions.numel():
+            value, accepted = attempt(self, positions, *(take(p, positions) for p in parameters))
+            done = positions_where(accepted)
+            out.index_copy_(0, take(positions, done), take(value, done))
+            positions = take(positions, positions_where(~accepted))
 
 
-def parts_of(draw: Draw, cells: Cells, *given: Tensor) -> Iterator[tuple[slice, Tries, list[Tensor]]]:
-    """A block in parts: where each is, its tries, and what is given for its elements as float64."""
-    for tensor in given:
+def attempts_by_part(
+    draw: Draw, cells: Cells, *parameters: Tensor
+) -> Iterator[tuple[slice, Attempts, list[Tensor]]]:
+    """Per part of a block: its position, the attempts of its elements, and their parameters as float64."""
+    for tensor in parameters:
         if tuple(tensor.shape) != cells.shape:
             raise LayoutError(
-                f"parameters of shape {tuple(tensor.shape)} for a block of shape {cells.shape}.",
-                why="each element has parameters of its own",
-                fix="expand them to the block's shape",
+                f"Parameters of shape {tuple(tensor.shape)} were given for a block of shape {cells.shape}.",
+                why="each element of the block needs its own parameters",
+                fix=f"expand the parameters: parameters.expand({cells.shape})",
             )
-    if 2 * math.prod(cells.whole) > MOST:
+    if 2 * math.prod(cells.full_shape) > MAX_ELEMENTS:
         raise LayoutError(
-            f"no such numbers for a tensor of shape {cells.whole}.",
-            why="each element has a philox block of its own, and these have 48-bit numbers",
-            fix="draw it in several calls",
+            f"Numbers by rejection were requested for a tensor of shape {cells.full_shape}.",
+            why="each element uses a Philox block of its own, and there are 2**48 of them",
+            fix="fill slices of the tensor in several calls: [torch.poisson(part) for part in rates.split(rows)]",
         )
-    flats = [tensor.reshape(-1) for tensor in given]
-    for lo, hi in parts(cells.numel, given[0].device):
-        index = torch.from_numpy(cells.linear(lo, hi)).to(given[0].device)
-        yield slice(lo, hi), Tries(draw, index), [flat[lo:hi].to(torch.float64) for flat in flats]
+    flat = [tensor.reshape(-1) for tensor in parameters]
+    device = parameters[0].device
+    for lo, hi in parts(cells.numel, device):
+        index = torch.from_numpy(cells.linear(lo, hi)).to(device)
+        yield slice(lo, hi), Attempts(draw, index), [tensor[lo:hi].to(torch.float64) for tensor in flat]
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm."""
-    logarithm: Tensor = ln(x.clone())
-    return logarithm
+    """The natural logarithm, out of place."""
+    out: Tensor = portable_math.ln(x.clone())
+    return out
 
 
-def power(x: Tensor) -> Tensor:
-    """The exponential function."""
-    power: Tensor = exp(x.clone())
-    return power
+def exp(x: Tensor) -> Tensor:
+    """The exponential function, out of place."""
+    out: Tensor = portable_math.exp(x.clone())
+    return out

@@ -1,13 +1,12 @@
-"""Ops that only torch's own generator serves: it is seeded from the stream for the call, and then as it was."""
+"""Ops that draw from torch's own generator, which is seeded from the stream for the call and restored afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from shardwise.random.philox import Draw, philox
 
@@ -16,18 +15,18 @@ __all__ = ["borrowing", "draws_now"]
 _UNTAGGED = ("aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet")
 
 
-def draws_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws numbers: ops that can drop out do so only where they are told how often."""
-    if torch.Tag.nondeterministic_seeded not in func.tags and func._schema.name not in _UNTAGGED:
-        return False
-    for i, arg in enumerate(func._schema.arguments):
-        if arg.name in ("dropout_p", "dropout"):
-            return bool(args[i] if i < len(args) else kwargs.get(arg.name))
-    return True
+def draws_now(name: str, tags: Collection[torch.Tag], dropout: float | None = None) -> bool:
+    """Whether a call of an op draws random numbers.
+
+    `name` is the op's name without overload, `tags` are its tags, and `dropout` is the value of its dropout
+    probability, or None if it has no such argument.
+    """
+    is_random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED
+    return is_random and (dropout is None or bool(dropout))
 
 
 def borrowing(func: Callable[..., Any], draw: Draw) -> Callable[..., Any]:
-    """The op, drawing numbers that depend on the place in the stream and on nothing else."""
+    """The op with torch's default generators seeded from the stream, unless the call passes a generator."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
@@ -47,17 +46,24 @@ def borrowing(func: Callable[..., Any], draw: Draw) -> Callable[..., Any]:
 
 
 def _generators(values: list[Any]) -> list[torch.Generator]:
-    """The default generators of the devices that an op's tensors are on, and of the CPU."""
+    """The default generators of the CPU and of the devices of an op's tensors."""
     out = [torch.default_generator]
-    devices = {t.device for t in tree_leaves(values) if isinstance(t, Tensor)}
-    for device in devices:
+    for device in set(_devices(values)):
         module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
         if module is not None and hasattr(module, "default_generators"):
             out.append(module.default_generators[device.index or 0])
     return out
 
 
+def _devices(values: Iterable[Any]) -> Iterator[torch.device]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.device
+        elif isinstance(value, list | tuple):
+            yield from _devices(value)
+
+
 def _seed(draw: Draw) -> int:
-    """A number of 63 bits that no other call has: two words of a lane that nothing else uses."""
+    """A 63-bit seed that differs from call to call: two words of a lane that no distribution uses."""
     low, high, _, _ = philox((0, 0xFFFF0000, draw.position & 0xFFFFFFFF, draw.position >> 32), draw.seed)
     return int(low | high >> 1 << 32)

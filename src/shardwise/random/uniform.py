@@ -1,4 +1,4 @@
-"""Uniform numbers: a word's upper bits, as many as the dtype holds exactly, so that 1 is never reached."""
+"""Uniform numbers: the upper bits of a word, as many as the dtype represents exactly, so that 1 is never reached."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 from shardwise.layout.errors import LayoutError
 from shardwise.random.block_indices import Cells
 from shardwise.random.fill import Recipe, fill
-from shardwise.random.numpy_or_torch import Array, at_most, number, top
+from shardwise.random.numpy_or_torch import Array, at_most, to_float, upper_bits
 from shardwise.random.philox import Draw
 
-__all__ = ["REAL_PART", "last_below", "uniform", "uniform_recipe"]
+__all__ = ["PRECISION", "last_below", "precision", "uniform"]
 
 PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
-REAL_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def uniform(
@@ -28,27 +27,19 @@ def uniform(
     high: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A block of a tensor of uniform numbers from `low` up to, but never equal to, `high`.
+    """A block of uniform numbers from `low` up to, but excluding, `high`.
 
-    >>> whole = uniform(Draw(7, 0), Cells((2, 3)), torch.float32)
-    >>> part = uniform(Draw(7, 0), Cells((2, 3), (range(2), range(1, 3))), torch.float32)
-    >>> torch.equal(whole[:, 1:], part)
+    >>> full = uniform(Draw(7, 0), Cells((2, 3)), torch.float32)
+    >>> block = uniform(Draw(7, 0), Cells((2, 3), (range(2), range(1, 3))), torch.float32)
+    >>> torch.equal(full[:, 1:], block)
     True
     """
-    if dtype in REAL_PART:
-        parts = None if out is None else torch.view_as_real(out)
-        parts = uniform(draw, cells.pairs(), REAL_PART[dtype], device, low, high, parts)
-        return torch.view_as_complex(parts) if out is None else out
-    return fill(draw, cells, uniform_recipe(dtype, low, high), dtype, device, out)
+    real = dtype.to_real()
+    count = precision(real, "uniform")
+    most = last_below(high, real)
 
-
-def uniform_recipe(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Recipe:
-    """How words become uniform numbers."""
-    count = precision(dtype, "uniform")
-    most = last_below(high, dtype)
-
-    def each(word: Array) -> Array:
-        out = number(top(word, count))
+    def values(word: Array) -> Array:
+        out = to_float(upper_bits(word, count))
         out *= 2.0**-count
         if (low, high) != (0.0, 1.0):
             out *= high - low
@@ -57,23 +48,23 @@ def uniform_recipe(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> R
                 at_most(out, most)
         return out
 
-    return Recipe(wide=dtype == torch.float64, each=each)
+    return fill(draw, cells, Recipe(real == torch.float64, values), dtype, device, out)
 
 
-def precision(dtype: torch.dtype, what: str) -> int:
-    """How many bits a float dtype holds exactly, or an error that names the distribution."""
+def precision(dtype: torch.dtype, distribution: str) -> int:
+    """The number of bits that a float dtype represents exactly; an error that names the distribution for others."""
     if dtype in PRECISION:
         return PRECISION[dtype]
     raise LayoutError(
-        f"{what} does not make {dtype}.",
-        why="its numbers are real",
-        fix=f"use one of {sorted(map(str, PRECISION))}",
+        f"{distribution} was called for a tensor of dtype {dtype}.",
+        why=f"{distribution} numbers are real, and the dtype is not a supported floating-point dtype",
+        fix=f"use one of {', '.join(map(str, PRECISION))}",
     )
 
 
 @lru_cache(maxsize=256)
 def last_below(value: float, dtype: torch.dtype) -> float:
-    """The largest number of a dtype below a value.
+    """The largest number of a dtype that is less than a value.
 
     >>> last_below(1.0, torch.float32), last_below(1.0, torch.bfloat16), last_below(0.1, torch.float32)
     (0.9999999403953552, 0.99609375, 0.09999999403953552)
@@ -81,7 +72,7 @@ def last_below(value: float, dtype: torch.dtype) -> float:
     near = torch.tensor(value, dtype=dtype, device="cpu")
     if near.item() < value:
         return float(near.item())
-    memory = near.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    pattern = near.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     if near.item() == 0:
-        return -float(torch.tensor(1, dtype=memory.dtype, device="cpu").view(dtype).item())
-    return float((memory - 1 if near.item() > 0 else memory + 1).view(dtype).item())
+        return -float(torch.tensor(1, dtype=pattern.dtype, device="cpu").view(dtype).item())
+    return float((pattern - 1 if near.item() > 0 else pattern + 1).view(dtype).item())

@@ -1,6 +1,7 @@
 """The tensor: its class, its conversion from and to local tensors, redistribution, policy and random state."""
 
 from shardwise.plan.settings import share_with_other_threads
+from shardwise.random.stream import follow_torch_seed, follow_torch_state, snapshot
 from shardwise.tensor.construct import rebuild
 from shardwise.tensor.dtensor import DTensor, implementation
 from shardwise.tensor.errors import CommunicationError, MeshError, PlainTensorError
@@ -10,6 +11,7 @@ from shardwise.tensor.policy import implicit_replication, policy
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.tensor.serialization import allow_loading
+from shardwise.torch_internals.rng import watch_torch_seeding
 from shardwise.torch_internals.thread_state import inherited_object, publish_object
 
 __all__ = [
@@ -32,6 +34,7 @@ implementation.to_layout = to_layout
 implementation.index_of = replicated_index
 implementation.rebuild = rebuild
 allow_loading()
+watch_torch_seeding(on_seed=follow_torch_seed, save=snapshot, restore=follow_torch_state)
 share_with_other_threads(
     lambda settings: publish_object("shardwise", settings), lambda: inherited_object("shardwise")
 )

@@ -85,7 +85,7 @@ def _given(
             fix="Leave one of the two out.",
         )
     listed = placements if placements is None or not isinstance(placements, Sequence) else tuple(placements)
-    return listed, tuple(axes.items())  # type: ignore[return-value]
+    return listed, tuple(axes.items())
 
 
 @lru_cache(maxsize=4096)

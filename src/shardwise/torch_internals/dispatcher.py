@@ -168,7 +168,7 @@ def boxed_call(func: Any) -> Callable[..., Any]:
 
 def without_dispatch() -> AbstractContextManager[Any]:
     """Inside, ops on tensor subclasses act on the wrapper alone: its sizes and strides."""
-    return no_dispatch()  # type: ignore[no-any-return]
+    return no_dispatch()
 
 
 def below_autograd() -> AbstractContextManager[Any]:

@@ -6,8 +6,9 @@ A patch changes nothing for plain tensors. Each says why it is needed, and insta
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,16 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-__all__ = ["KernelPatch", "Patch", "PythonPatch", "TransformPatch", "beneath_patches", "install", "unwrap_transforms"]
+__all__ = [
+    "KernelPatch",
+    "Patch",
+    "PythonPatch",
+    "TransformPatch",
+    "beneath_patches",
+    "install",
+    "python_functions",
+    "unwrap_transforms",
+]
 
 _Predicate = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -100,8 +110,18 @@ def unwrap_transforms(x: Any) -> Any:
     return x
 
 
+def python_functions(names: Iterable[str]) -> list[tuple[Any, str]]:
+    """The module and attribute of each function that is given by its dotted name.
+
+    >>> python_functions(["torch.nn.init.sparse_"])[0][1]
+    'sparse_'
+    """
+    split = [name.rpartition(".") for name in names]
+    return [(importlib.import_module(module), attribute) for module, _, attribute in split]
+
+
 def _op_name(func: Any) -> str:
-    return func._schema.name.removeprefix("aten::") + f".{func._overloadname}".removesuffix(".default")
+    return str(func._schema.name.removeprefix("aten::")) + f".{func._overloadname}".removesuffix(".default")
 
 
 def _install_kernel(patch: KernelPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tracing: fake tensors, and the error that makes a compiler break its graph."""
+"""Dispatch modes and tracing: fake tensors, and the error that makes a compiler break its graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["is_tracing", "needs_concrete_values"]
+__all__ = ["TorchDispatchMode", "is_tracing", "needs_concrete_values"]
 
 
 def is_tracing(block: Tensor | None = None) -> bool:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.call.fallback import place_returned
-from shardwise.call.resolve import Met, full_name, meet, row_name, tensors_in
+from shardwise.call.arguments import map_tensors, tensors_in
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Match, match_rule
+from shardwise.call.schema import op_info
 from shardwise.comm import axes_of, check_reducible
 from shardwise.layout import Factor, Layout, LayoutError, dtype_text, view
 from shardwise.plan import Choice, every_choice
@@ -22,7 +24,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.verify.compare import shown
 from shardwise.verify.layouts import laid_out
 
-__all__ = ["Case", "cases", "row_text", "with_tensors"]
+__all__ = ["Case", "PlainCall", "cases", "row_text", "with_tensors"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Case:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    met: Met
+    met: Match
     choice: Choice
     mesh: DeviceMesh
     seed: int
@@ -82,11 +84,11 @@ class _Name(str):
 
 def row_text(func: Any) -> str:
     """What the table says of an op, or a user of his."""
-    name, in_place = row_name(func)
-    row = row_of(full_name(func)) or row_of(name)
+    info = op_info(func)
+    row = row_of(info.name) or row_of(info.rule_name)
     if row is not None:
         return row.text
-    if name in REGROUPED and not in_place:
+    if info.rule_name in REGROUPED and not info.writes:
         return "regroups factors"
     raise RuleError(
         f"{func} has no row.", why="it runs on the whole", fix="register_sharding(op, 'm n -> m n') first"
@@ -95,25 +97,33 @@ def row_text(func: Any) -> str:
 
 def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
     """Arguments with other tensors in their places."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, list | tuple):
-        return type(value)(with_tensors(v, tensors) for v in value)
-    return {k: with_tensors(v, tensors) for k, v in value.items()} if isinstance(value, dict) else value
+    return map_tensors(lambda t: next(tensors), value)
+
+
+class PlainCall(OpCall):
+    """A call on plain tensors, for the rule on a given mesh."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> None:
+        super().__init__(func, args, kwargs)
+        self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
 
 
 def cases(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, seed: int
 ) -> Iterator[Case]:
     """A call in all the layouts that its rule allows on a mesh."""
-    met = meet(func, args, kwargs, mesh)
+    met = match_rule(PlainCall(func, args, kwargs, mesh))
     if met is None:
         return
     call, axes = met.call, axes_of(mesh)
-    returns = place_returned(func) is not None
+    returns = op_info(func).returned is not None
     found = tensors_in([*args, *kwargs.values()])
     every: Iterable[Choice]
-    if met.makes:
+    if met.creates:
         every = _made(call.shapes, call.outputs, mesh)
     elif met.rule is None:
         every = _views(call.shapes[0], call.outputs[0], mesh)

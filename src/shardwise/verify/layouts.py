@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Coord, PerRank, block_of, check_reducible, members_of
 from shardwise.layout import Layout, Spec, block_shape, global_stride, owned
-from shardwise.tensor import DTensor
+from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["BlockError", "laid_out", "value_of"]
 

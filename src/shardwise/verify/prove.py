@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.api.register_sharding import op_overloads
-from shardwise.call.resolve import full_name, tensors_in
+from shardwise.call.arguments import tensors_in
+from shardwise.call.schema import op_info
 from shardwise.comm import axes_of, counting, simulate
-from shardwise.dispatch.router import dispatch, forget
+from shardwise.dispatch.router import dispatch
 from shardwise.layout import Layout, LayoutError, dtype_text
+from shardwise.plan.settings import forget_decisions
 from shardwise.rules import Proof, RuleError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.verify.cases import Case, cases, row_text, with_tensors
@@ -55,7 +57,7 @@ def prove(op: Any, calls: Sequence[_Sample] | None, examples: int, seed: int) ->
                     ways[number] += len(shape) == 1
                     pairs += len(shape) > 1
                     gradients += shape == _MESHES[0] and _check_gradient(case)
-            forget()  # recipes of a mesh that is gone
+            forget_decisions()  # recipes of a mesh that is gone
     if not any(ways):
         raise RuleError(
             f"{func} was not tried.",
@@ -118,7 +120,7 @@ def _check_fake(case: Case, want: Sequence[Any]) -> None:
     """What an op says it makes, by its meta kernel, is what it makes."""
     said, made = (
         case.but_alike([(tuple(t.shape), t.dtype) for t in ts if isinstance(t, Tensor)])
-        for ts in (case.met.made, want)
+        for ts in (case.met.outputs, want)
     )
     if said != made:
         raise RuleError(

@@ -7,15 +7,16 @@ import torch
 from tests.rules.absent import ABSENT, standing_in
 
 import shardwise as sw
-from shardwise.call.meta import made_by
-from shardwise.call.resolve import meet, tensors_in
+from shardwise.call.arguments import tensors_in
+from shardwise.call.meta import infer_outputs
+from shardwise.call.resolve import match_rule
 from shardwise.comm import axes_of
-from shardwise.dispatch.router import forget
+from shardwise.plan.settings import forget_decisions
 from shardwise.layout import block_shape
 from shardwise.plan import every_choice
 from shardwise.rules import RuleError, verify
 from shardwise.rules.table import TABLE
-from shardwise.verify.cases import with_tensors
+from shardwise.verify.cases import PlainCall, with_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,20 +50,20 @@ def test_blocks_have_the_shapes_that_the_row_says(name):
             mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
             for args, kwargs in ABSENT[name][2]():
                 split |= _check_blocks(_op(name), args, kwargs, mesh)
-        forget()
+        forget_decisions()
     letters = {x for args, kwargs in ABSENT[name][2]() for x in _letters(_op(name), args, kwargs)}
     assert split == letters, "a letter was never split"
 
 
 def _letters(func, args, kwargs):
     with sw.simulate(2):
-        met = meet(func, args, kwargs, sw.init_device_mesh("cpu", (2,)))
+        met = match_rule(PlainCall(func, args, kwargs, sw.init_device_mesh("cpu", (2,))))
     return {x for said in met.rule.inputs for x in said if x is not None}
 
 
 def _check_blocks(func, args, kwargs, mesh):
     """Each way to lay out a call: what the meta kernel makes of blocks are blocks of the outputs."""
-    met = meet(func, args, kwargs, mesh)
+    met = match_rule(PlainCall(func, args, kwargs, mesh))
     assert met is not None, f"the row does not cover {[tuple(t.shape) for t in tensors_in(args)]}"
     call, split = met.call, set()
     found = tensors_in([*args, *kwargs.values()])
@@ -74,7 +75,7 @@ def _check_blocks(func, args, kwargs, mesh):
                 torch.empty(block_shape(o, coord), dtype=t.dtype, device="meta")
                 for o, t in zip(choice.inputs, found, strict=True)
             )
-            made = made_by(func, with_tensors(args, blocks), with_tensors(kwargs, blocks))
+            made = infer_outputs(func, with_tensors(args, blocks), with_tensors(kwargs, blocks))
             here = [tuple(t.shape) for t in made if isinstance(t, torch.Tensor)]
             want = [block_shape(o, coord) for o in choice.outputs]
             for number, (got, said) in enumerate(zip(here, want, strict=True)):

@@ -46,5 +46,5 @@ def test_one_of_another_shape_is_whole(placement):
         with counting() as ledger:
             made = [x.new_zeros(3), x.new_ones((2, 5)), x.new_full((4, 4), 2), x.new_empty((0, 6))]
         assert ledger.collectives == 0
-        assert [str(y.layout) for y in made] == ["[3]", "[2, 5]", "[4, 4]", "[0, 6]"]
+        assert [str(y.sharding) for y in made] == ["[3]", "[2, 5]", "[4, 4]", "[0, 6]"]
         assert made[2].full_tensor().ranks[3].unique().item() == 2

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from tests.dense import agrees, drawn
 
 import shardwise as sw
-from shardwise.call.fallback import on_whole
+from shardwise.call.fallback import run_on_full
 from shardwise.comm import counting
 
 
@@ -106,7 +106,7 @@ def test_running_statistics_are_written_on_the_last_rung_too():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
         put = [sw.distribute_tensor(t, mesh, [sw.Shard(0)]) for t in (x, mean, var)]
-        on_whole(func, (put[0], None, None, *put[1:], *rest), {})
+        run_on_full(func, (put[0], None, None, *put[1:], *rest), {})
         func(x, None, None, mean, var, *rest)
         torch.testing.assert_close(put[1].full_tensor().ranks[1], mean)
         torch.testing.assert_close(put[2].full_tensor().ranks[1], var)
@@ -187,4 +187,4 @@ def test_composite_norms_do_not_gather_in_inference_mode():
         x = sw.distribute_tensor(drawn(8, 4), mesh, [sw.Shard(0)])
         with counting() as ledger:
             y = F.layer_norm(x, (4,))
-        assert (ledger.bytes, str(y.layout)) == (0, str(x.layout))
+        assert (ledger.bytes, str(y.sharding)) == (0, str(x.sharding))

@@ -1,0 +1,225 @@
+"""Choosing the route of a call: its rule, an alternative, a decomposition, the fallback, or an op's own program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.alternatives.registry import propose_alternative
+from shardwise.call.execute import execute
+from shardwise.call.fallback import run_on_full
+from shardwise.call.meta import infer_outputs
+from shardwise.call.off_mesh import run_off_mesh
+from shardwise.call.op_call import OpCall
+from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
+from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
+from shardwise.call.resolve import Resolution, resolve
+from shardwise.call.route import Route, Run
+from shardwise.call.submesh import common_submesh, run_on_submesh
+from shardwise.call.trace import traced
+from shardwise.call.variants import program_for, writing_variant
+from shardwise.call.view_writeback import remember_base
+from shardwise.comm import coord_of
+from shardwise.dispatch.dry_run import FindRoute, dry_run
+from shardwise.dispatch.fast_path import direct_run
+from shardwise.layout import Spec
+from shardwise.ops.foreach import FUSED, foreach_route, run_fused
+from shardwise.ops.inplace_view import run_inplace_view
+from shardwise.ops.random_ops import random_program
+from shardwise.ops.requests import REQUESTS
+from shardwise.ops.sparse import involves_sparse, sparse_run
+from shardwise.plan.settings import current_costs, current_settings, override_settings
+from shardwise.rules.table import REGISTERED
+from shardwise.tensor.construct import replicated_spec
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.implicit import communication
+from shardwise.torch_internals.dispatcher import is_composite
+from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
+
+__all__ = ["choose_route", "decide"]
+
+
+def choose_route(call: OpCall, find_route: FindRoute) -> Route:
+    """The route of a call. The first mechanism that handles the op and its operands has it; `docs/routes.txt` lists them.
+
+    Args:
+        call: the call.
+        find_route: finds the routes of the ops that a program consists of, for its dry run.
+    """
+    func, info = call.func, call.info
+    if info.qualified_name.startswith("aten::_foreach_"):
+        return foreach_route(call)
+    if info.qualified_name in FUSED:
+        return Route("optimizer", lambda a, k: run_fused(func, a, k))
+    if (mesh := common_submesh(call)) is not None:
+        return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
+    check_operands(call)
+    if plain_targets(call):
+        return Route("plain target", lambda a, k: run_with_plain_targets(func, a, k))
+    if (program := random_program(func)) is not None:
+        return Route("random", lambda a, k: program(*a, **k))
+    if (resized := _resizing_variant(call)) is not None:
+        return Route("resized out", lambda a, k: resized(*a, **k))
+    off_mesh = not call.simulated and coord_of(call.mesh) is None
+    if off_mesh and func is not torch.ops.prim.layout.default:
+        return _off_mesh_route(call, _compute_route(call, find_route))
+    if func in REQUESTS:
+        request = REQUESTS[func]
+        return Route("request", lambda a, k: request(*a, **k))
+    if involves_sparse(call):
+        return Route("sparse", sparse_run(func))
+    if torch.Tag.inplace_view in info.tags:
+        return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
+    return _compute_route(call, find_route)
+
+
+def _resizing_variant(call: OpCall) -> Any | None:
+    """What runs an out variant whose targets have another shape than the results: they take that shape, as in torch."""
+    outs, info = call.info.out_names, call.info
+    if not outs or info.functional is None or not all(isinstance(call.kwargs.get(n), DTensor) for n in outs):
+        return None
+    kwargs = {k: v for k, v in call.kwargs.items() if k not in outs}
+    outputs = infer_outputs(info.functional, call.args, kwargs)
+    shapes = None if outputs is None else [getattr(t, "shape", None) for t in outputs]
+    if shapes == [call.kwargs[n].shape for n in outs]:
+        return None
+    return writing_variant(call.func, info.functional)
+
+
+def _off_mesh_route(call: OpCall, route: Route) -> Route:
+    """What a rank that is not on the mesh does while the others take a route."""
+    func = call.func
+    if route.kind == "composite" and torch.Tag.nondeterministic_seeded in call.info.tags:
+        return route  # its ops advance the random stream as on the mesh
+    specs = None if route.kind in ("composite", "fallback") else route.specs
+    return Route("off mesh", lambda a, k: run_off_mesh(func, a, k, specs), (), route.outputs)
+
+
+def _results(call: OpCall, specs: Iterable[Spec]) -> tuple[Any, ...]:
+    """The results of a call with the specs of its tensors in their places; numbers and None as they are."""
+    rest = iter(specs)
+    if call.outputs is None:
+        return tuple(rest)
+    return tuple(next(rest) if isinstance(t, torch.Tensor) else t for t in call.outputs)
+
+
+def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
+    """The cheapest of rule, alternative and decomposition; the fallback if there is none."""
+    func, model = call.func, current_costs()
+    resolution = resolve(call)
+    if resolution is None and is_composite(func):
+        return Route("composite", lambda a, k: func.decompose(*a, **k), ())
+    best = _fallback_route(call) if resolution is None else _rule_route(call, resolution)
+    seconds = model.total(best.plans or ())
+    if seconds > 0.0:
+        # a rule that a user registered comes before our alternatives
+        alternative = None if call.info.name in REGISTERED else _alternative_route(call, resolution, find_route)
+        if alternative is not None and model.total(alternative.plans or ()) < seconds:
+            best = alternative
+        elif resolution is None and not call.info.is_view:
+            decomposition = _decomposition_route(call, find_route)
+            if decomposition is not None and model.total(decomposition.plans or ()) < seconds:
+                best = decomposition
+    moves = resolution is None or bool(resolution.plans)
+    return _remembering_base(call, best) if call.info.is_view and moves and _is_distributed(call.args[0]) else best
+
+
+def _is_distributed(x: Any) -> bool:
+    return isinstance(x, DTensor) and bool(x._spec.layout.sharded or x._spec.layout.partial)
+
+
+def _remembering_base(call: OpCall, route: Route) -> Route:
+    """The route of a view that does not share memory with its base: writes to either must reach the other."""
+    func, run = call.func, route.run
+    return Route(route.kind, lambda a, k: remember_base(func, a, k, run(a, k)), route.plans, route.outputs)
+
+
+def _rule_route(call: OpCall, resolution: Resolution) -> Route:
+    func = call.func
+    run = direct_run(call, resolution) or (lambda a, k: execute(func, resolution, a, k))
+    return Route("rule", run, resolution.plans, _results(call, resolution.outputs))
+
+
+def _fallback_route(call: OpCall) -> Route:
+    func, results = call.func, None
+    if call.outputs is not None:
+        results = tuple(replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs)
+    return Route("fallback", lambda a, k: run_on_full(func, a, k), tuple(call.replication_plans), results)
+
+
+def _alternative_route(call: OpCall, resolution: Resolution | None, find_route: FindRoute) -> Route | None:
+    alternative = propose_alternative(call, resolution)
+    if alternative is None:
+        return None
+    func, program = call.func, alternative.run
+    plans, specs = alternative.plans, alternative.outputs or ()
+    if plans is None:
+        estimate = dry_run(program, call, find_route)
+        if estimate is None:
+            return None
+        plans, specs = estimate
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with communication(func, plans):
+            return program(*args, **kwargs)
+
+    return Route("alternative", run, plans, _results(call, specs))
+
+
+def _decomposition_route(call: OpCall, find_route: FindRoute) -> Route | None:
+    """An op without a rule as a program of other ops, if torch has one that needs no values."""
+    func, program = call.func, program_for(call.func)
+    # a call that the op refuses must reach the op itself, which says why
+    if program is None or call.outputs is None:
+        return None
+    estimate = dry_run(program, call, find_route)
+    if estimate is None:
+        return None
+    plans, specs = estimate
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # plain tensors that the program creates are the same on every rank
+        with communication(func, plans), override_settings(plain="replicate"):
+            return program(*args, **kwargs)
+
+    return Route("decomposition", run, plans, _results(call, specs))
+
+
+def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
+    """The route of a call, and its run with everything around it that must happen on every call."""
+    route = choose_route(call, find_route)
+    func, run = call.func, route.run
+    if positions := plain_tensors_to_compare(call):
+        run = _comparing_plain(func, positions, call, run)
+    if any(t.dtype.is_complex for t in call.tensors):
+        run = resolving_lazy_bits(run)
+    if current_settings().decisions.traced:
+        run = traced(func, Route(route.kind, run, route.plans, route.outputs))
+    return route, _checking_default_dtype(call, route, run, find_route)
+
+
+def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) -> Run:
+    mesh = call.mesh
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compare_plain(func, OpCall(func, args, kwargs).tensors, positions, mesh)
+        return inner(args, kwargs)
+
+    return run
+
+
+def _checking_default_dtype(call: OpCall, route: Route, inner: Run, find_route: FindRoute) -> Run:
+    """The run of a call whose results have the default dtype: it is decided anew when that has changed."""
+    exact = all(not t.dtype.is_floating_point and not t.dtype.is_complex for t in call.tensors)
+    if not exact or not any(s.dtype.is_floating_point or s.dtype.is_complex for s in route.specs or ()):
+        return inner
+    func, expected = call.func, torch.get_default_dtype()
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.get_default_dtype() is expected:
+            return inner(args, kwargs)
+        return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
+
+    return run

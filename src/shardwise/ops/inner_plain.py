@@ -1,0 +1,135 @@
+"""Functions of torch that create plain tensors on the way: these are the same on every rank, if the operands are DTensors.
+
+The operands are checked when such a function is called. Inside it, plain tensors count as replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.call.arguments import map_leaves, tensors_in
+from shardwise.call.operands import compare_plain, refuse_plain
+from shardwise.comm import PerRank, members_of, spread
+from shardwise.ops.dropout import attention_with_dropout, uses_dropout
+from shardwise.ops.one_device import one_device
+from shardwise.plan.settings import current_settings, override_settings
+from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
+
+__all__ = ["inner_plain_patches"]
+
+aten = torch.ops.aten
+
+
+def _dtensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    return [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor)]
+
+
+def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(_dtensors(args, kwargs))
+
+
+def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse or compare plain operands, as the policy says."""
+    first = _dtensors(args, kwargs)[0]
+    plain = [t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, DTensor) and t.numel() != 1]
+    if not plain or in_backward():
+        return
+    policy = current_settings().plain
+    if policy == "error":
+        raise refuse_plain(func, plain[0], first)
+    if policy == "check" and not isinstance(first._local_tensor, PerRank):
+        compare_plain(func, plain, list(range(len(plain))), first.device_mesh)
+
+
+def _composite(func: Any) -> Callable[..., Any]:
+    """A composite op: torch's own kernel, with the plain tensors that it creates counting as replicated."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _check_operands(func, args, kwargs)
+        with override_settings(plain="replicate"), beneath_patches():
+            return func(*args, **kwargs)
+
+    return run
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    func = aten.scaled_dot_product_attention.default
+    if uses_dropout(args, kwargs):
+        _check_operands(func, args, kwargs)
+        with override_settings(plain="replicate"):
+            return attention_with_dropout(*args, **kwargs)
+    return _composite(func)(*args, **kwargs)
+
+
+def _recurrent(func: Any) -> Callable[..., Any]:
+    """A recurrent op: its initial states, which torch's modules create, are compared between ranks and replicated."""
+
+    def run(x: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
+        first = _dtensors((x, hx, *args), kwargs)[0]
+        mesh, simulated = first.device_mesh, isinstance(first._local_tensor, PerRank)
+
+        def state(t: Any) -> Any:
+            if isinstance(t, DTensor) or not isinstance(t, Tensor):
+                return t
+            if not simulated and not in_backward():
+                compare_plain(func, [t], [0], mesh)
+            block = spread(t, list(members_of(mesh))) if simulated else t
+            return from_block(block, replicated_spec(t, mesh))
+
+        with beneath_patches():
+            return func(x, map_leaves(state, hx), *args, **kwargs)
+
+    return run
+
+
+def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A Python function of torch; random numbers that it draws come from the stream."""
+    if not args or not isinstance(args[0], DTensor):
+        return original(*args, **kwargs)
+    _check_operands(original.__name__, args, kwargs)
+    with one_device(), override_settings(plain="replicate"):
+        return original(*args, **kwargs)
+
+
+_COMPOSITES = {
+    "the positions of quantiles": (
+        aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,
+    ),
+    "the mask of combined elements": (aten.combinations.default,),
+    "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),
+}  # fmt: skip
+_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+_PYTHON = {
+    "torch.nn.init.sparse_": "the positions of zeros",
+    "torch._lowrank.get_approximate_basis": "a random matrix",
+    "torch.masked._ops._std_var": "the number of elements",
+    "torch.masked._ops.mean": "the number of elements",
+    "torch.masked.mean": "the number of elements",
+}
+
+
+def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
+    """The patches of these functions."""
+    attention = aten.scaled_dot_product_attention.default
+    drawn = "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block"
+    states = "torch's modules create initial states as plain tensors"
+    return [
+        *(
+            KernelPatch(func, _composite(func), f"torch creates {what} as a plain tensor", _has_dtensor)
+            for what, funcs in _COMPOSITES.items()
+            for func in funcs
+        ),
+        KernelPatch(attention, _attention, drawn, _has_dtensor),
+        *(KernelPatch(func, _recurrent(func), states, _has_dtensor) for func in _RECURRENT),
+        *(
+            PythonPatch(target, _python, f"torch creates {what} as a plain tensor")
+            for target, what in zip(python_functions(_PYTHON), _PYTHON.values(), strict=True)
+        ),
+    ]

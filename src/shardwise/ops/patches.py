@@ -1,0 +1,53 @@
+"""All patches of torch: what shardwise replaces for DTensors where dispatch alone does not suffice.
+
+>>> from shardwise.ops.patches import PATCHES
+>>> all(patch.reason for patch in PATCHES)
+True
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.call.fallback import gather
+from shardwise.comm import PerRank
+from shardwise.ops.dropout import dropout_patches
+from shardwise.ops.inner_plain import inner_plain_patches
+from shardwise.ops.prod import prod_patches
+from shardwise.ops.sparse_factories import sparse_patches
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.patches import KernelPatch, PythonPatch, TransformPatch, install
+
+__all__ = ["PATCHES", "install_patches"]
+
+aten = torch.ops.aten
+
+
+def _tensor_split(x: Tensor, indices: Any, dim: int = 0) -> Any:
+    full = gather(aten.tensor_split.tensor_indices_or_sections, indices)
+    values: Any = (full.ranks[0] if isinstance(full, PerRank) else full).tolist()
+    if indices.dim() == 0:
+        return aten.tensor_split.sections(x, values, dim)
+    return aten.tensor_split.indices(x, values, dim)
+
+
+PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
+    KernelPatch(
+        aten.tensor_split.tensor_indices_or_sections,
+        _tensor_split,
+        "torch reads the values of the indices before any op runs",
+        lambda args, kwargs: isinstance(args[1], DTensor),
+    ),
+    *dropout_patches(),
+    *inner_plain_patches(),
+    *prod_patches(),
+    *sparse_patches(),
+)
+
+
+def install_patches() -> None:
+    """Apply all patches; `shardwise.torch_internals.rng` applies those of torch's seeding functions."""
+    install(PATCHES)
