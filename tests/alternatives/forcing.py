@@ -11,7 +11,7 @@ from shardwise.plan.settings import forget_decisions
 
 
 class _AnythingButTheRule:
-    """Costs for one decision: what is compared first, the rule or the fallback, is the most expensive if it communicates."""
+    """Costs for one decision, in which the rule or the fallback comes first: it is infinite if it communicates."""
 
     def __init__(self) -> None:
         self._first = True
@@ -23,7 +23,7 @@ class _AnythingButTheRule:
 
 @contextmanager
 def force_alternatives() -> Iterator[list[Any]]:
-    """Take the alternative of each call whose rule would communicate; yield the list of ops that took one so far."""
+    """Take the alternative of each call whose rule would communicate; yield the ops that took one so far."""
     taken: list[Any] = []
     known = routes.current_costs
     forget_decisions(plans=False)

@@ -1,4 +1,4 @@
-"""Maxima and minima along a split dim with their indices: equal to the dense ones, with ties and NaN, and little is sent."""
+"""Maxima and minima along a split dim with their indices: equal to the dense ones, and little is sent."""
 
 import math
 

@@ -21,7 +21,7 @@ MESHES = {"one axis": (4,), "two axes": (2, 2)}
 
 
 def drawn(draw, nd, transposed, groups):
-    """A convolution with random numbers whose result is not empty: its tensors, its arguments and its result."""
+    """A convolution with random numbers whose result is not empty: its tensors, arguments and result."""
     while True:
         stride, dilation = draw.choice([1, 2, 3]), draw.choice([1, 2])
         kernel = [draw.choice([1, 2, 3, 4]) for _ in range(nd)]
@@ -117,7 +117,7 @@ def test_rules_give_the_dense_result_and_gradients(groups, transposed, into, wei
 
 
 def layouts_and_bytes(x, w, b, dim_of_x, dim_of_w):
-    """A convolution on one axis: the layouts of its result and gradients, and the bytes sent forward and backward."""
+    """A convolution on one axis: the layouts of its result and gradients, and the bytes sent for each."""
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 

@@ -1,4 +1,4 @@
-"""Renormalized rows of a split embedding table, and distances: equal to the dense ones, and the table is not gathered."""
+"""Renormalized rows of a split embedding table, and distances: equal to the dense ones, without a gather."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Norms, losses, attention, embedding bags and argmax on real processes: each rank gets the dense value and gradient."""
+"""Norms, losses, attention, embeddings and argmax on real processes: dense values and gradients on each rank."""
 
 from contextlib import nullcontext
 
@@ -40,7 +40,7 @@ CASES = {
 
 
 def differences(forced):
-    """The cases and layouts whose results differ from the dense ones; `forced` if small tensors take alternatives too."""
+    """The cases and layouts with other results than the dense ones; `forced` to take alternatives."""
     torch.set_num_threads(1)
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     with force_alternatives() if forced else nullcontext():

@@ -1,4 +1,4 @@
-"""Slices, splits, rolls, pads and the like along a split dim: only the ranges that are needed move; results are the dense ones."""
+"""Slices, splits, rolls, pads and the like along a split dim: dense results, and only needed ranges move."""
 
 import pytest
 import torch

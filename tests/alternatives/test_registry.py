@@ -1,4 +1,4 @@
-"""Every op with an alternative: it is taken, gives the dense result and gradient, and sends what its plans say."""
+"""Every alternative: it is taken, gives the dense result and gradient, and sends what its plans say."""
 
 import math
 from collections.abc import Iterator
@@ -158,7 +158,7 @@ def test_an_alternative_is_taken_and_gives_the_dense_result(op, taken):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.ops)
 @pytest.mark.usefixtures("taken")
 def test_a_route_names_what_is_sent_and_returned(case):
-    """Each call that takes an alternative runs once more: for a program, the dry run found its plans and outputs."""
+    """Each call that takes an alternative runs once more; the plans of a program are those of its dry run."""
     compared = []
 
     def compare(call):
@@ -169,9 +169,7 @@ def test_a_route_names_what_is_sent_and_returned(case):
             compared.append(call.op)
             assert ledger.bytes == sum(plan.bytes for plan in route.plans), call.op
             specs = [t._spec for t in tensors_in([result])]
-            assert [(s.layout, s.dtype) for s in specs] == [(s.layout, s.dtype) for s in route.outputs], (
-                call.op
-            )
+            assert [(s.layout, s.dtype) for s in specs] == [(s.layout, s.dtype) for s in route.specs], call.op
 
     for placements, mesh in case.layouts():
         with trace_calls(compare):

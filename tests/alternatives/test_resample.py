@@ -1,4 +1,4 @@
-"""Nearest-neighbour resampling and reflection or replication padding over split positions: dense results, and little is sent."""
+"""Nearest-neighbor resampling, and reflection or replication padding, over split positions: dense results."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Ops along a split dim by statistics of the rows: equal to the dense results, and large rows are not gathered."""
+"""Ops along a split dim by statistics of the rows: dense results, and large rows are not gathered."""
 
 import math
 
