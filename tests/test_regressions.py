@@ -13,10 +13,10 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, PerRank, Replicate, Shard, simulate
 from shardwise.comm import axes_of, counting, members_of
-from shardwise.plan.settings import current_settings
 from shardwise.experimental import local_map
 from shardwise.layout import block_offset, block_shape, parse_layout
 from shardwise.parallel import loss_parallel
+from shardwise.plan.settings import current_settings
 
 
 def cases(names, values):
@@ -901,7 +901,13 @@ def test_r51_parameters_on_several_meshes(kind, how):
                     (p * p * (step + 1)).sum().backward()
                 optimizer.step()
         same([p.detach() for p in params], [d.detach() for d in dense])
-        assert [str(p.sharding) for p in params] == ["[5:dp, 3:tp]", "[6:ep, 2]", "[3]", "[2, 5:ep]", "[5:tp]"]
+        assert [str(p.sharding) for p in params] == [
+            "[5:dp, 3:tp]",
+            "[6:ep, 2]",
+            "[3]",
+            "[2, 5:ep]",
+            "[5:tp]",
+        ]
 
 
 @cases(

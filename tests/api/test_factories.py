@@ -263,7 +263,7 @@ def test_a_whole_that_no_machine_could_hold(kind):
     "said", [[Partial(), R], [Shard(0), Partial("max")], [Partial("avg"), Partial("sum")]]
 )
 def test_partial_is_an_error(square, kind, said):
-    with pytest.raises(LayoutError, match=rf"(?s)^{kind} .*P\(.*\n  why: .*nothing to reduce\n  fix: "):
+    with pytest.raises(LayoutError, match=rf"(?s)^{kind} .*P\(.*\n  why: .*nothing to reduce\.\n  fix: "):
         getattr(sw, kind)(*CALLS[kind], device_mesh=square, placements=said)
 
 

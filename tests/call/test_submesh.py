@@ -44,5 +44,5 @@ def test_where_there_is_doubt_it_is_an_error(root):
         lambda: whole.clone().add_(y),  # it would no longer be the same along dp
         lambda: whole.clone().requires_grad_() * y,  # whose gradient is to be added up along dp
     ):
-        with pytest.raises(MeshError, match="part of the other"):
+        with pytest.raises(MeshError, match="sub-mesh of it"):
             call()

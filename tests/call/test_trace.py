@@ -46,8 +46,13 @@ def test_the_judge_tries_out_what_could_have_stayed_split():
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)])
         y = sw.distribute_tensor(torch.randn(4, 5), mesh, [sw.Shard(0)])
-        assert cheaper(TracedCall(aten.exp.default, "fallback", (x,), {}, ())) == "tensors 0 along dim 0 -> dim 0"
-        assert cheaper(TracedCall(aten.sum.default, "fallback", (x,), {}, ())) == "tensors 0 along dim 0 -> sum"
+        assert (
+            cheaper(TracedCall(aten.exp.default, "fallback", (x,), {}, ()))
+            == "tensors 0 along dim 0 -> dim 0"
+        )
+        assert (
+            cheaper(TracedCall(aten.sum.default, "fallback", (x,), {}, ())) == "tensors 0 along dim 0 -> sum"
+        )
         assert cheaper(TracedCall(aten.cumsum.default, "fallback", (x, 0), {}, ())) == ""
         product = cheaper(TracedCall(aten.mm.default, "fallback", (x.t(), y), {}, ()))
         assert product == "tensors 0 along dim 1, 1 along dim 0 -> sum"

@@ -11,8 +11,8 @@ from shardwise.comm import counting
 from shardwise.dispatch import find_route, routes
 from shardwise.dispatch.dry_run import dry_run
 from shardwise.plan.settings import current_costs, forget_decisions
-from shardwise.torch_internals.dispatcher import is_composite
 from shardwise.rules.table import TABLE
+from shardwise.torch_internals.dispatcher import is_composite
 
 aten = torch.ops.aten
 

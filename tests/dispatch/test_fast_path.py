@@ -6,9 +6,9 @@ from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise.torch_internals.dispatcher import _FUNCTIONS, _METHODS, _NN_FUNCTIONS, python_binding
-from shardwise.plan.settings import current_settings
 from shardwise.layout import block_shape
+from shardwise.plan.settings import current_settings
+from shardwise.torch_internals.dispatcher import _FUNCTIONS, _METHODS, _NN_FUNCTIONS, python_binding
 
 pytestmark = pytest.mark.processes
 

@@ -309,7 +309,7 @@ def assert_same(got, want):
         if not isinstance(w, Tensor):
             assert g == w
             continue
-        assert (g.sharding, g.dtype, g.shape) == (w.sharding, w.dtype, w.shape)
+        assert (g.layout, g.dtype, g.shape) == (w.layout, w.dtype, w.shape)
         if w.layout is torch.sparse_coo:
             assert g.sparse_dim() == w.sparse_dim()
             assert g.is_coalesced() or not w.is_coalesced()  # torch forgets it where it steals a gradient
@@ -420,7 +420,12 @@ def test_ranks_off_the_mesh_go_along(workers):
         tall() * 2,
     ]
     for rank, (shown, got) in enumerate(workers.run(off_the_mesh)):
-        assert shown == [("DTensor", (4, 3)), ("SparseDTensor", (10, 4)), ("SparseDTensor", (4, 3)), ("SparseDTensor", (4, 3))]
+        assert shown == [
+            ("DTensor", (4, 3)),
+            ("SparseDTensor", (10, 4)),
+            ("SparseDTensor", (4, 3)),
+            ("SparseDTensor", (4, 3)),
+        ]
         if rank < 2:
             assert_same(got, want)
         else:
@@ -478,7 +483,7 @@ def test_a_product_keeps_the_split_that_its_result_has(mesh, kind):
         with counting() as ledger:
             got = x @ y
         assert ledger.bytes == 0
-        assert str(got.sharding) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
+        assert str(got.layout) == ("[4, 3:tp]" if x is a else "[3:tp, 4]")
         assert_same(whole(got), matrix() @ tall() if x is a else tall().t() @ matrix())
     y = sw.distribute_tensor(tall(), mesh, [Shard(1)])
     with counting() as ledger:

@@ -48,7 +48,9 @@ def test_an_axis_without_a_figure_goes_at_the_pace_of_the_slowest():
     assert [model.pace(on, (a,)) for a in range(3)] == [(3.0, 30.0), (1.0, 10.0), (3.0, 10.0)]
 
 
-@pytest.mark.parametrize("figures", [{"latency": -1.0}, {"bandwidth": 0.0}, {"latency": ()}, {"bandwidth": {"a": -1.0}}])
+@pytest.mark.parametrize(
+    "figures", [{"latency": -1.0}, {"bandwidth": 0.0}, {"latency": ()}, {"bandwidth": {"a": -1.0}}]
+)
 def test_figures_that_make_no_sense_are_refused(figures):
     with pytest.raises(ValueError, match=r"(?s)CostModel got.*why.*fix"):
         CostModel(**figures)

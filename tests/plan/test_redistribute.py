@@ -235,7 +235,9 @@ def test_a_plan_is_made_once_and_is_the_same_object_then():
     ],
 )
 def test_another_shape_or_mesh_is_an_error(other, fact):
-    with pytest.raises(LayoutError, match=rf"(?s)cannot be redistributed to.*{fact}.*fix: Redistribute within one mesh"):
+    with pytest.raises(
+        LayoutError, match=rf"(?s)cannot be redistributed to.*{fact}.*fix: Redistribute within one mesh"
+    ):
         plan_redistribute(Layout.replicated((8, 6), Axes((2, 2))), other)
 
 

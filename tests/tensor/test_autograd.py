@@ -295,7 +295,7 @@ def test_ties_share_the_gradient_of_an_extreme(line, op):
 def test_a_pending_product_has_no_gradient_here(line):
     local = sw.per_rank(lambda rank: torch.ones(3).requires_grad_())
     x = DTensor.from_local(local, line, [Partial("product")])
-    with pytest.raises(RuntimeError, match=r"(?s)needs all the others.*fix: "):
+    with pytest.raises(RuntimeError, match=r"(?s)depends on all the others.*fix: "):
         x.full_tensor().sum().backward()
     y = sw.distribute_tensor(torch.ones(3), line, [Partial("product")]).requires_grad_()
     with pytest.raises(RuntimeError, match=r"(?s)product of the others.*fix: redistribute"):

@@ -264,7 +264,12 @@ def test_data_can_be_set(square):
     ):
         new = distribute_tensor(dense, square, said)
         x.data = new
-        assert (x.sharding, x.shape, x.stride(), x.requires_grad) == (new.sharding, new.shape, new.stride(), True)
+        assert (x.sharding, x.shape, x.stride(), x.requires_grad) == (
+            new.sharding,
+            new.shape,
+            new.stride(),
+            True,
+        )
         assert torch.equal(whole(x), dense)
         new.zero_()  # it is the same memory
         assert whole(x).sum() == 0
@@ -438,7 +443,7 @@ def test_optimizers_change_the_blocks(square):
 
 def test_a_plain_tensor_is_not_loaded_into_a_dtensor(square):
     net = Net(square, [Shard(0), R])
-    with pytest.raises(RuntimeError, match=r"fix: wrap it"):
+    with pytest.raises(RuntimeError, match=r"fix: Wrap it"):
         net.load_state_dict({"w": grid(6, 3), "b": grid(3)})
 
 

@@ -314,7 +314,7 @@ def test_what_cannot_be_asked_for_is_an_error():
         other = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         x = sw.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         for asked, what in [
-            (lambda: x.redistribute(), "neither placements nor an axis"),
+            (lambda: x.redistribute(), "Neither placements nor a mesh axis"),
             (lambda: x.redistribute(placements=[Replicate()], tp=Replicate()), "the layout is said once"),
             (lambda: x.redistribute(pp=Replicate()), "its axes are tp=4"),
             (lambda: x.redistribute(placements=[Replicate()] * 2), "same length as the mesh"),

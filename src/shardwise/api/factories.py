@@ -36,7 +36,9 @@ def zeros(
     """
     dtype = dtype or torch.get_default_dtype()
     target = layout_for("zeros", size_of(size), layout, device_mesh, placements)
-    return from_function(target, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    return from_function(
+        target, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh
+    )
 
 
 def ones(
@@ -50,7 +52,9 @@ def ones(
     """A tensor of ones."""
     dtype = dtype or torch.get_default_dtype()
     target = layout_for("ones", size_of(size), layout, device_mesh, placements)
-    return from_function(target, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    return from_function(
+        target, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh
+    )
 
 
 def empty(
@@ -64,7 +68,9 @@ def empty(
     """A tensor whose values nobody has set."""
     dtype = dtype or torch.get_default_dtype()
     target = layout_for("empty", size_of(size), layout, device_mesh, placements)
-    return from_function(target, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh)
+    return from_function(
+        target, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh
+    )
 
 
 def full(
@@ -81,7 +87,11 @@ def full(
     dtype = dtype or torch.full((), fill_value).dtype
     target = layout_for("full", size_of((size,)), layout, device_mesh, placements)
     return from_function(
-        target, lambda shape, *_: torch.full(shape, fill_value, dtype=dtype), dtype, requires_grad, device_mesh
+        target,
+        lambda shape, *_: torch.full(shape, fill_value, dtype=dtype),
+        dtype,
+        requires_grad,
+        device_mesh,
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate
 from shardwise.tensor.consistency import inferred_shape

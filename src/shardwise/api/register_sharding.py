@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-import torch
-
 from shardwise.call.schema import op_info
 from shardwise.dispatch.infer_rule import inferred_row
 from shardwise.layout import LayoutError
+from shardwise.plan.settings import forget_decisions
 from shardwise.rules import Listing, Row
 from shardwise.rules.notation import row
-from shardwise.plan.settings import forget_decisions
 from shardwise.rules.table import REGISTERED
 from shardwise.torch_internals.dispatcher import is_composite, overloads_of
 

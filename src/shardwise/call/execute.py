@@ -49,9 +49,7 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
     return wrap(result, _specs(resolution, result))
 
 
-def _moved_blocks(
-    func: Any, resolution: Resolution, tensors: list[Tensor], writes: bool
-) -> list[Tensor]:
+def _moved_blocks(func: Any, resolution: Resolution, tensors: list[Tensor], writes: bool) -> list[Tensor]:
     blocks: list[Tensor] = []
     with communication(func, resolution.moves):
         for t, plan in zip(tensors, resolution.moves, strict=True):
@@ -70,7 +68,10 @@ def _specs(resolution: Resolution, result: Any) -> Iterator[Spec]:
     tensors = [t for t in result if isinstance(t, Tensor)]
     pairs = enumerate(zip(resolution.outputs, tensors, strict=True))
     return iter(
-        [replicated_spec(t, resolution.mesh) if i in resolution.replicated else spec for i, (spec, t) in pairs]
+        [
+            replicated_spec(t, resolution.mesh) if i in resolution.replicated else spec
+            for i, (spec, t) in pairs
+        ]
     )
 
 

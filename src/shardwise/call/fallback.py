@@ -137,4 +137,6 @@ def _log_once(func: Any, specs: Sequence[Spec], plans: Sequence[Plan]) -> None:
     if len(_logged) < 10_000:
         _logged.add(key)
     operands = ", ".join(map(str, specs))
-    _log.warning("%s has no cheaper way for %s and was run on gathered tensors: %s bytes", func, operands, f"{sent:,}")
+    _log.warning(
+        "%s has no cheaper way for %s and was run on gathered tensors: %s bytes", func, operands, f"{sent:,}"
+    )

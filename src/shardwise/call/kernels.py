@@ -18,7 +18,9 @@ __all__ = ["join_ranks", "with_blocks", "wrap"]
 
 def wrap(result: Any, specs: Iterator[Spec]) -> Any:
     """The results of an op with each tensor wrapped in the next spec; None and numbers stay."""
-    return map_leaves(lambda r: new_dtensor(DTensor, r, next(specs), False) if isinstance(r, Tensor) else r, result)
+    return map_leaves(
+        lambda r: new_dtensor(DTensor, r, next(specs), False) if isinstance(r, Tensor) else r, result
+    )
 
 
 def with_blocks(func: Callable[..., Any], args: Any, kwargs: Any, blocks: Iterator[Tensor]) -> Any:

@@ -19,7 +19,15 @@ _log = logging.getLogger("shardwise")
 
 # What meta kernels raise for a call that they refuse or whose outputs depend on values. Other exceptions are not about the
 # call, and are not caught.
-_REFUSALS = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError)
+_REFUSALS = (
+    RuntimeError,
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AssertionError,
+    ArithmeticError,
+)
 
 
 def infer_outputs(

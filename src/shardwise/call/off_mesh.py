@@ -74,7 +74,9 @@ def _empty_sparse_result(call: OpCall) -> Tensor | None:
     """The result, without elements, of an op that creates a sparse tensor; None for any other op."""
     placeholders = {id(t): _without_values(t) for t in call.tensors}
     try:
-        result = call.func(*replace_tensors(call.args, placeholders), **replace_tensors(call.kwargs, placeholders))
+        result = call.func(
+            *replace_tensors(call.args, placeholders), **replace_tensors(call.kwargs, placeholders)
+        )
     except (NotImplementedError, RuntimeError):
         return None
     return result if isinstance(result, Tensor) and holds_sparse(result) else None

@@ -54,7 +54,8 @@ class OpCall:
     def layouts(self) -> list[Layout]:
         """The layouts of the tensors; plain tensors count as replicated."""
         return [
-            t._spec.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, self.axes) for t in self.tensors
+            t._spec.layout if isinstance(t, DTensor) else Layout.replicated(t.shape, self.axes)
+            for t in self.tensors
         ]
 
     @cached_property
@@ -82,9 +83,7 @@ class OpCall:
 def replication_plans(tensors: list[Tensor]) -> list[Plan]:
     """The plans that replicate each DTensor among some tensors."""
     return [
-        plan_redistribute(
-            t._spec.layout, Layout.replicated(t.shape, t._spec.layout.axes), t.dtype.itemsize
-        )
+        plan_redistribute(t._spec.layout, Layout.replicated(t.shape, t._spec.layout.axes), t.dtype.itemsize)
         for t in tensors
         if isinstance(t, DTensor)
     ]

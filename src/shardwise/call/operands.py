@@ -57,7 +57,7 @@ def refuse_plain(func: Any, t: Tensor, beside: DTensor) -> PlainTensorError:
         f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
         f"a plain tensor of shape {tuple(t.shape)} beside {beside._spec}.",
         why="Nothing says whether the plain tensor is replicated, a block, or a partial value.",
-        fix='Wrap it: distribute_tensor(t, mesh, [Replicate()]) or DTensor.from_local(t, mesh, placements); or declare all '
+        fix="Wrap it: distribute_tensor(t, mesh, [Replicate()]) or DTensor.from_local(t, mesh, placements); or declare all "
         'plain tensors replicated: with policy(plain="replicate"): ...',
     )
 
@@ -81,7 +81,9 @@ def plain_tensors_to_compare(call: OpCall) -> list[int]:
     return [
         i
         for i, t in enumerate(call.tensors)
-        if not isinstance(t, DTensor) and t.numel() != 1 and (everything or t is created)
+        if not isinstance(t, DTensor)
+        and t.numel() != 1
+        and (everything or t is created)
         # a simulation has one plain tensor for all ranks, unless it is a PerRank
         and (isinstance(t, PerRank) or not call.simulated)
     ]

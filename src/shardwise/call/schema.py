@@ -57,7 +57,13 @@ class OpInfo:
     @cached_property
     def returned(self) -> tuple[int, str] | None:
         """The position and name of the argument that the op writes to and returns; None if it returns a new tensor."""
-        pairs = ((i, a) for r in self.returns if r.writes for i, a in enumerate(self.arguments) if a.alias & r.alias)
+        pairs = (
+            (i, a)
+            for r in self.returns
+            if r.writes
+            for i, a in enumerate(self.arguments)
+            if a.alias & r.alias
+        )
         return next(((i, a.name) for i, a in pairs), None)
 
     @cached_property
@@ -69,7 +75,10 @@ class OpInfo:
         wanted = [(a.name, a.type) for a in self.arguments if not a.is_out]
         for overload in () if packet is None else packet.overloads():
             other = op_info(getattr(packet, overload))
-            if not any(a.alias for a in other.arguments) and [(a.name, a.type) for a in other.arguments] == wanted:
+            if (
+                not any(a.alias for a in other.arguments)
+                and [(a.name, a.type) for a in other.arguments] == wanted
+            ):
                 return other.func
         return None
 

@@ -50,7 +50,9 @@ def run_on_submesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: d
     larger = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
     if torch.is_grad_enabled() and any(t.requires_grad for t in larger):
         check_operands(call)  # raises
-    return func(*map_tensors(lambda t: _narrow(t, mesh), args), **map_tensors(lambda t: _narrow(t, mesh), kwargs))
+    return func(
+        *map_tensors(lambda t: _narrow(t, mesh), args), **map_tensors(lambda t: _narrow(t, mesh), kwargs)
+    )
 
 
 def _is_submesh(small: DeviceMesh, mesh: DeviceMesh) -> bool:

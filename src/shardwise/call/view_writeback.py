@@ -130,8 +130,12 @@ def _view_of(origin: _Origin, result: Any) -> MovedView:
 
 def _versions(base: DTensor) -> tuple[float, ...]:
     """What changes when a base, or anything it is itself a view of, is written to; the same on every rank."""
-    here = float("nan") if base.is_inference() else version(base)  # without a version counter: always out of date
-    through = base.__dict__.get("_written_through", 0)  # also by views with another version counter, as x[0].data
+    here = (
+        float("nan") if base.is_inference() else version(base)
+    )  # without a version counter: always out of date
+    through = base.__dict__.get(
+        "_written_through", 0
+    )  # also by views with another version counter, as x[0].data
     return (here, through, *(_versions(base._origin[0]) if isinstance(base, MovedView) else ()))
 
 

@@ -39,7 +39,9 @@ def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
             return None
         return by_program(program, positions, resolution.outputs[0])
     if not all_positional:
-        is_list = bool(args) and isinstance(args[0], list | tuple) and all(isinstance(a, DTensor) for a in args[0])
+        is_list = (
+            bool(args) and isinstance(args[0], list | tuple) and all(isinstance(a, DTensor) for a in args[0])
+        )
         if is_list and len(args[0]) == len(resolution.moves) and info.returns_tensor and not info.writes:
             return listed(python_binding(func), resolution.outputs[0])
         return None
@@ -65,7 +67,9 @@ def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
         return None
     if func is torch.ops.aten.unsqueeze.default:
         block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
-        if func(block, *call.args[1:]).shape == shape:  # a block without elements may be empty along another dim
+        if (
+            func(block, *call.args[1:]).shape == shape
+        ):  # a block without elements may be empty along another dim
             return constant(func, spec, call.args, call.kwargs)
     return view_as(shape, spec, lambda a, k: execute(func, resolution, a, k))
 
@@ -90,7 +94,12 @@ def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any
     if quick is not None:
         return quick
     op = python_binding(func)
-    if op_info(func).qualified_name in _OVER_DIMS and len(args) > 1 and type(args[1]) is list and len(args[1]) == 1:
+    if (
+        op_info(func).qualified_name in _OVER_DIMS
+        and len(args) > 1
+        and type(args[1]) is list
+        and len(args[1]) == 1
+    ):
         args = (args[0], args[1][0], *args[2:])  # torch parses a number faster than a list
     if len(args) == 1 and (not kwargs or kwargs == _USUAL_KWARGS):
         return lambda args, kwargs: new_dtensor(DTensor, op(args[0]._local_tensor), spec, False)
@@ -184,7 +193,9 @@ def several(op: Callable[..., Any], positions: tuple[int, ...], specs: tuple[Spe
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = (
-            op(args[0]._local_tensor, *args[1:], **kwargs) if positions == (0,) else op(*_blocks(args, positions), **kwargs)
+            op(args[0]._local_tensor, *args[1:], **kwargs)
+            if positions == (0,)
+            else op(*_blocks(args, positions), **kwargs)
         )
         if len(blocks) != len(specs):  # some are None
             return wrap(blocks, iter(specs))
@@ -197,7 +208,9 @@ def by_program(program: Callable[[Sequence[Tensor]], Any], positions: tuple[int,
     """A program on the blocks instead of the op."""
     if positions == (0,):
         return lambda args, kwargs: new_dtensor(DTensor, program((args[0]._local_tensor,)), spec, False)
-    return lambda args, kwargs: new_dtensor(DTensor, program([args[i]._local_tensor for i in positions]), spec, False)
+    return lambda args, kwargs: new_dtensor(
+        DTensor, program([args[i]._local_tensor for i in positions]), spec, False
+    )
 
 
 def view_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:

@@ -28,7 +28,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     try:
         entry = entries[id(func)]
     except KeyError:
-        entry = entries[id(func)] = new_entry(func)
+        entry = entries.setdefault(id(func), new_entry(func))
     _, _, form, is_view, runs, _ = entry
     if is_view and _in_inference() and is_shared_with_inference(args[0]):
         with outside_inference():
@@ -52,12 +52,15 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
             key = (args[1:], specs)
         else:
             key = call_key(entry, args, kwargs)
+    run: Run | None
     try:
         run = runs[key]
     except KeyError:
-        run = _choose(entry, key, args, kwargs)[1]
+        run = None
     except TypeError:  # an argument that cannot be hashed: such calls are decided each time
-        run = decide(OpCall(func, args, kwargs), find_route)[1]
+        return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
+    if run is None:  # outside the handler, so that errors of the call do not mention the cache
+        run = _choose(entry, key, args, kwargs)[1]
     return run(args, kwargs)
 
 
@@ -80,6 +83,7 @@ def find_route(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rout
     entry = entries.get(id(func)) or entries.setdefault(id(func), new_entry(func))
     key = call_key(entry, args, kwargs)
     try:
-        return entry.routes.get(key) or _choose(entry, key, args, kwargs)[0]
+        known = entry.routes.get(key)
     except TypeError:
         return decide(OpCall(func, args, kwargs), find_route)[0]
+    return known or _choose(entry, key, args, kwargs)[0]

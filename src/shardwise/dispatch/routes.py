@@ -115,7 +115,9 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     seconds = model.total(best.plans or ())
     if seconds > 0.0:
         # a rule that a user registered comes before our alternatives
-        alternative = None if call.info.name in REGISTERED else _alternative_route(call, resolution, find_route)
+        alternative = (
+            None if call.info.name in REGISTERED else _alternative_route(call, resolution, find_route)
+        )
         if alternative is not None and model.total(alternative.plans or ()) < seconds:
             best = alternative
         elif resolution is None and not call.info.is_view:
@@ -123,7 +125,11 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
             if decomposition is not None and model.total(decomposition.plans or ()) < seconds:
                 best = decomposition
     moves = resolution is None or bool(resolution.plans)
-    return _remembering_base(call, best) if call.info.is_view and moves and _is_distributed(call.args[0]) else best
+    return (
+        _remembering_base(call, best)
+        if call.info.is_view and moves and _is_distributed(call.args[0])
+        else best
+    )
 
 
 def _is_distributed(x: Any) -> bool:
@@ -145,7 +151,9 @@ def _rule_route(call: OpCall, resolution: Resolution) -> Route:
 def _fallback_route(call: OpCall) -> Route:
     func, results = call.func, None
     if call.outputs is not None:
-        results = tuple(replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs)
+        results = tuple(
+            replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs
+        )
     return Route("fallback", lambda a, k: run_on_full(func, a, k), tuple(call.replication_plans), results)
 
 

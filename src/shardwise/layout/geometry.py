@@ -9,7 +9,15 @@ from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, cut, first_block
 from shardwise.layout.layout import Layout
 
-__all__ = ["block_offset", "block_shape", "contiguous_stride", "global_shape", "global_stride", "largest_block", "owned"]
+__all__ = [
+    "block_offset",
+    "block_shape",
+    "contiguous_stride",
+    "global_shape",
+    "global_stride",
+    "largest_block",
+    "owned",
+]
 
 
 def _ranges(dim: Dim, sizes: Sequence[int], coord: Sequence[int]) -> list[tuple[int, int]]:

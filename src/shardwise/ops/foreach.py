@@ -81,7 +81,9 @@ def _on_blocks(call: OpCall) -> Run | None:
         return None
     specs = []
     for here, named in _elements(func, args, kwargs):
-        resolution = resolve(OpCall(single, here, named)) if any(isinstance(a, DTensor) for a in here) else None
+        resolution = (
+            resolve(OpCall(single, here, named)) if any(isinstance(a, DTensor) for a in here) else None
+        )
         if resolution is None or resolution.plans or resolution.programs is not None:
             return None
         specs.append(resolution.outputs[0])
@@ -97,7 +99,9 @@ def _on_blocks(call: OpCall) -> Run | None:
     op = python_binding(func)
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        results = op(*[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)])
+        results = op(
+            *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)]
+        )
         if writes:
             return None
         return [new_dtensor(DTensor, r, spec, False) for r, spec in zip(results, specs, strict=True)]

@@ -38,7 +38,9 @@ def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse or compare plain operands, as the policy says."""
     first = _dtensors(args, kwargs)[0]
-    plain = [t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, DTensor) and t.numel() != 1]
+    plain = [
+        t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, DTensor) and t.numel() != 1
+    ]
     if not plain or in_backward():
         return
     policy = current_settings().plain
@@ -103,12 +105,14 @@ _COMPOSITES = {
         aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,
     ),
     "the mask of combined elements": (aten.combinations.default,),
+    "the sum that the product is added to": (aten._sparse_mm.default,),
     "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),
 }  # fmt: skip
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 _PYTHON = {
     "torch.nn.init.sparse_": "the positions of zeros",
     "torch._lowrank.get_approximate_basis": "a random matrix",
+    "torch.functional._unravel_index": "the strides of the shape",
     "torch.masked._ops._std_var": "the number of elements",
     "torch.masked._ops.mean": "the number of elements",
     "torch.masked.mean": "the number of elements",
@@ -118,7 +122,9 @@ _PYTHON = {
 def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
     """The patches of these functions."""
     attention = aten.scaled_dot_product_attention.default
-    drawn = "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block"
+    drawn = (
+        "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block"
+    )
     states = "torch's modules create initial states as plain tensors"
     return [
         *(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from shardwise.call.fallback import gather
 from shardwise.comm import PerRank
+from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import has_tangent
-from shardwise.torch_internals.patches import KernelPatch
+from shardwise.torch_internals.patches import KernelPatch, beneath_patches
 from shardwise.torch_internals.tracing import is_tracing
 
 __all__ = ["prod_patches"]
@@ -33,18 +34,27 @@ def prod_patches() -> list[KernelPatch]:
 
 
 def _of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    if has_tangent(x):
+        return _with_tangent(aten.prod.default, x, dtype=dtype)
     return _Prod.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
 
 
 def _along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if has_tangent(x):
+        return _with_tangent(aten.prod.dim_int, x, dim, keepdim, dtype=dtype)
     return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
 
 
 def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # tracing has no values to look for zeros in, and torch has a formula for forward-mode derivatives
+    # tracing has no values to look for zeros in
     x = args[0]
-    differentiated = isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled()
-    return differentiated and not is_tracing() and not has_tangent(x)
+    return isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and not is_tracing()
+
+
+def _with_tangent(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's formula for forward-mode derivatives, which creates ones as a plain tensor."""
+    with override_settings(plain="replicate"), beneath_patches():
+        return func(*args, **kwargs)
 
 
 class _Prod(torch.autograd.Function):

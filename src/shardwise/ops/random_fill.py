@@ -27,7 +27,7 @@ from shardwise.random.philox import Draw
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
 from shardwise.tensor.seeding import draw_from
-from shardwise.torch_internals.tracing import is_tracing, needs_concrete_values
+from shardwise.torch_internals.tracing import is_recorded, needs_concrete_values
 
 __all__ = ["FILLS", "Generate", "check_all", "fill", "is_off_mesh"]
 
@@ -56,7 +56,7 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
             _write(x, Cells(x.shape), generate, draw, [t.expand(x.shape) for t in others])
         return x
     _check_not_pending(func, x)
-    if is_tracing(x._local_tensor):
+    if is_recorded(x._local_tensor):
         # a position in the stream must not become a constant of the graph
         raise needs_concrete_values(func)
     draw = draw_from(generator, x.device_mesh)
@@ -132,7 +132,9 @@ def _filling(func: Any, distribution: Callable[..., Tensor]) -> Callable[..., Te
         given = (*args, *(kwargs.get(a.name, a.default) for a in parameters[len(args) :]))
         _check(func, x, *given)
 
-        def generate(draw: Draw, cells: Cells, dtype: torch.dtype, device: Any, out: Tensor | None = None) -> Tensor:
+        def generate(
+            draw: Draw, cells: Cells, dtype: torch.dtype, device: Any, out: Tensor | None = None
+        ) -> Tensor:
             return distribution(draw, cells, dtype, device, *given, out=out)
 
         return fill(func, x, generate, generator)

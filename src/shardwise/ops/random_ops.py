@@ -103,7 +103,9 @@ def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
 
 def _gamma(alpha: Tensor, generator: Any = None) -> Tensor:
     check_all(aten._standard_gamma.default, alpha > 0, "_standard_gamma expects positive concentrations")
-    return fill(aten._standard_gamma.default, torch.empty_like(alpha), _by_parameters(gamma), generator, alpha)
+    return fill(
+        aten._standard_gamma.default, torch.empty_like(alpha), _by_parameters(gamma), generator, alpha
+    )
 
 
 def _dirichlet(alpha: Tensor, generator: Any = None) -> Tensor:
@@ -191,7 +193,11 @@ def _check_weights(probs: Tensor, count: int, replacement: bool) -> None:
     torch.multinomial(torch.ones(row, dtype=probs.dtype), count, replacement, generator=_unused)
     if probs.numel() == 0 or is_off_mesh(probs):
         return
-    check_all(func, (probs >= 0) & probs.isfinite(), "probability tensor contains either `inf`, `nan` or element < 0")
+    check_all(
+        func,
+        (probs >= 0) & probs.isfinite(),
+        "probability tensor contains either `inf`, `nan` or element < 0",
+    )
     positive = (probs > 0).sum(-1)
     check_all(func, positive >= 1, "invalid multinomial distribution (sum of probabilities <= 0)")
     if not replacement:

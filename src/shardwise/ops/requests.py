@@ -20,7 +20,11 @@ aten = torch.ops.aten
 
 def _replicated(x: Any) -> Tensor:
     """The full tensor on each rank."""
-    return to_layout(x, Layout.replicated(x.shape, x._spec.layout.axes))._local_tensor if isinstance(x, DTensor) else x
+    return (
+        to_layout(x, Layout.replicated(x.shape, x._spec.layout.axes))._local_tensor
+        if isinstance(x, DTensor)
+        else x
+    )
 
 
 def _item(x: Tensor) -> Any:
@@ -38,7 +42,9 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     else:  # a plain tensor is replicated
         layout = Layout.replicated(x.shape, reference._spec.layout.axes)
         blocks = [_replicated(x), _replicated(y)]
-    same = map_ranks(lambda a, b: torch.tensor(torch.equal(a, b), dtype=torch.int32, device=a.device), *blocks)
+    same = map_ranks(
+        lambda a, b: torch.tensor(torch.equal(a, b), dtype=torch.int32, device=a.device), *blocks
+    )
     replicated = Layout.replicated((), layout.axes)
     pending = replicated.with_partial(dict.fromkeys(layout.sharded, "min"))
     spec = Spec(reference.device_mesh, pending, torch.int32, torch.Size(()), ())

@@ -44,7 +44,9 @@ class ToLocal(torch.autograd.Function):
         if given is None:
             return None, None
         spec: Spec = ctx.spec
-        layout, scale = (ctx.grads_layout, 1) if ctx.grads_layout is not None else _implied_gradient(spec.layout)
+        layout, scale = (
+            (ctx.grads_layout, 1) if ctx.grads_layout is not None else _implied_gradient(spec.layout)
+        )
         if any(g is None for g in grads):
             grads = tuple(
                 g if g is not None else _zero_grad(spec, r) for g, r in zip(grads, ctx.ranks, strict=True)

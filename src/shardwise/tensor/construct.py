@@ -97,7 +97,9 @@ def layout_for(
             fix="Use layout=torch.strided.",
         )
     if any(n < 0 for n in shape):
-        raise LayoutError(f"{name} got shape {shape}.", why="A size cannot be negative.", fix="Use sizes of 0 or more.")
+        raise LayoutError(
+            f"{name} got shape {shape}.", why="A size cannot be negative.", fix="Use sizes of 0 or more."
+        )
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.of(shape, axes_of(mesh), placements)
     if any(p.is_partial() for p in placements):
@@ -123,4 +125,6 @@ def from_function(
         if block is None:
             block = torch.empty(0, dtype=dtype)
     size = torch.Size(layout.shape)
-    return DTensor(block, Spec(mesh, layout, dtype, size, contiguous_stride(size)), requires_grad=requires_grad)
+    return DTensor(
+        block, Spec(mesh, layout, dtype, size, contiguous_stride(size)), requires_grad=requires_grad
+    )

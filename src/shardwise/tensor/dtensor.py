@@ -241,7 +241,11 @@ class DTensor(torch.Tensor):
                 "  fix: copy.deepcopy(x.detach())"
             )
         local = self._local_tensor.detach()
-        local = PerRank({r: t.clone() for r, t in local._blocks.items()}) if isinstance(local, PerRank) else local.clone()
+        local = (
+            PerRank({r: t.clone() for r, t in local._blocks.items()})
+            if isinstance(local, PerRank)
+            else local.clone()
+        )
         copy = type(self)(local, self._spec, requires_grad=self.requires_grad)
         copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy

@@ -81,7 +81,13 @@ def from_local(
         local = _blocks_on(local, mesh)
     given = (placements, shape, stride)
     cacheable = all(x is None or isinstance(x, Sequence) for x in given)  # others raise in `_spec`
-    if run_check or is_simulated() or isinstance(local, PerRank) or not cacheable or local.layout is not _STRIDED:
+    if (
+        run_check
+        or is_simulated()
+        or isinstance(local, PerRank)
+        or not cacheable
+        or local.layout is not _STRIDED
+    ):
         spec = _spec(local, mesh, placements, run_check, shape, stride)
     else:
         known = tuple([None if x is None else tuple(x) for x in given])

@@ -1,4 +1,7 @@
 """Interim."""
+
 from typing import Any
+
+
 def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()

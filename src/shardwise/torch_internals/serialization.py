@@ -13,4 +13,6 @@ def mesh_layout_classes() -> list[type]:
     >>> all(isinstance(c, type) for c in mesh_layout_classes())
     True
     """
-    return [c for name in ("_FlatLayout", "_MeshLayout") if (c := getattr(_mesh_layout, name, None)) is not None]
+    return [
+        c for name in ("_FlatLayout", "_MeshLayout") if (c := getattr(_mesh_layout, name, None)) is not None
+    ]

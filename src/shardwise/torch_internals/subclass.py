@@ -7,13 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["disabled_torch_function", "is_parameter", "make_wrapper", "mark_parameter", "new_dtensor", "version"]
+__all__ = [
+    "disabled_torch_function",
+    "is_parameter",
+    "make_wrapper",
+    "mark_parameter",
+    "new_dtensor",
+    "version",
+]
 
 
 def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
     meta = spec.tensor_meta
     out: Any = torch.Tensor._make_wrapper_subclass(
-        cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local_tensor.device, requires_grad=requires_grad
+        cls,
+        meta.shape,
+        strides=meta.stride,
+        dtype=meta.dtype,
+        device=local_tensor.device,
+        requires_grad=requires_grad,
     )
     out._local_tensor, out._spec = local_tensor, spec
     return out

@@ -10,21 +10,26 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "is_tracing", "needs_concrete_values"]
+__all__ = ["TorchDispatchMode", "is_recorded", "is_tracing", "needs_concrete_values"]
 
 
-def is_tracing(block: Tensor | None = None) -> bool:
-    """Whether ops run on tensors without values, or are recorded into a graph.
+def is_tracing() -> bool:
+    """Whether ops run on tensors without values, for a compiler.
 
-    Args:
-        block: a tensor that may itself be fake.
-
-    >>> is_tracing(), is_tracing(torch.ones(1))
-    (False, False)
+    >>> is_tracing()
+    False
     """
-    if isinstance(block, FakeTensor) or get_proxy_mode() is not None or torch.compiler.is_compiling():
-        return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake_mode is not None or torch.compiler.is_compiling()
+
+
+def is_recorded(block: Tensor) -> bool:
+    """Whether a tensor has no values, or ops on it are recorded into a graph.
+
+    >>> is_recorded(torch.ones(1))
+    False
+    """
+    return isinstance(block, FakeTensor) or get_proxy_mode() is not None
 
 
 def needs_concrete_values(func: Any) -> Exception:

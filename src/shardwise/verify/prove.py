@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.api.register_sharding import op_overloads
 from shardwise.call.arguments import tensors_in
-from shardwise.call.schema import op_info
 from shardwise.comm import axes_of, counting, simulate
 from shardwise.dispatch.router import dispatch
 from shardwise.layout import Layout, LayoutError, dtype_text
@@ -142,7 +141,7 @@ def _flat(result: Any) -> list[Any]:
 
 
 def _compare(case: Case, which: str, got: Any, want: Tensor) -> None:
-    has_values = full_name(case.func) not in _UNSET
+    has_values = op_info(case.func).name not in _UNSET
     try:
         whole = value_of(got, copies=has_values) if isinstance(got, DTensor) else got
     except LayoutError as error:
