@@ -1,4 +1,4 @@
-"""The largest along a split dim and where it is: the dense answer, ties and NaN too, and little sent."""
+"""Maxima and minima along a split dim with their indices: equal to the dense ones, and little is sent."""
 
 import math
 
@@ -6,17 +6,14 @@ import pytest
 import torch
 from tests.dense import agrees, drawn
 
-from shardwise.alternatives import argmax as extremes
-from shardwise.alternatives import registry as offers
-
 NAN = float("nan")
 CASES = {
     "argmax": lambda x: x.argmax(-1),
-    "argmin kept": lambda x: x.argmin(1, keepdim=True),
+    "argmin, keepdim": lambda x: x.argmin(1, keepdim=True),
     "argmax of all": lambda x: x.argmax(),
-    "argmin of all, kept": lambda x: torch.ops.aten.argmin(x, None, True),
+    "argmin of all, keepdim": lambda x: torch.ops.aten.argmin(x, None, True),
     "max": lambda x: x.max(1),
-    "min kept": lambda x: x.min(-1, keepdim=True),
+    "min, keepdim": lambda x: x.min(-1, keepdim=True),
     "argmax of columns": lambda x: x.argmax(0),
     "aminmax": lambda x: x.aminmax(dim=1),
     "aminmax of all": lambda x: x.aminmax(),
@@ -29,27 +26,10 @@ VALUES = {
     "infinities": torch.tensor([[-math.inf] * 9, [math.inf] * 9], dtype=torch.float64),
     "integers": torch.tensor([[-128, 127, 3, 127, -128, 0, 1, 2, 3]] * 2, dtype=torch.int8),
     "bools": torch.tensor([[False, True, True, False, False, True, True, True, False]] * 2),
-    "narrow": drawn(5, 9, dtype=torch.bfloat16),
-    "drawn": drawn(5, 7),
+    "bfloat16": drawn(5, 9, dtype=torch.bfloat16),
+    "float64": drawn(5, 7),
 }
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """What is offered, where gathering costs the world, so that small tensors take this way too."""
-    made = []
-    monkeypatch.setattr(
-        "shardwise.alternatives.registry.seconds_of", lambda plans: math.inf if any(plans) else 0.0
-    )
-    for op, make in extremes.OFFERS.items():
-        watched = lambda *call, make=make: made.append(make(*call)) or made[-1]  # noqa: E731
-        monkeypatch.setitem(offers.OFFERS, op, watched)
-    return made
-
-
-LIES = [("1", (4,)), ("1", (3,)), ("0", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))]
-
-
+LAYOUTS = [("1", (4,)), ("1", (3,)), ("0", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))]
 # torch has no argmax of bools
 PAIRS = [
     (name, values) for name in CASES for values in VALUES if values != "bools" or not name.startswith("arg")
@@ -57,32 +37,37 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "values"), PAIRS)
-@pytest.mark.parametrize("lies", LIES)
-def test_the_answer_is_the_dense_one(name, values, lies, chosen):
-    agrees(CASES[name], [VALUES[values]], [lies[0]], lies[1], grad=False)
-    assert any(chosen) or "columns" in name or "1" not in lies[0]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_dense_result(name, values, layout, taken):
+    agrees(CASES[name], [VALUES[values]], [layout[0]], layout[1], grad=False)
+    assert taken or "columns" in name or "1" not in layout[0]
 
 
 def test_gradients_and_pending_sums():
-    for lie in ("0", "1", "P"):
-        agrees(lambda x: x.max(1), [drawn(5, 9)], [lie])
-        agrees(lambda x: x.aminmax(dim=1), [drawn(5, 9)], [lie])
-        agrees(lambda x: x.argmax(1), [drawn(5, 9)], [lie], grad=False)
+    for layout in ("0", "1", "P"):
+        agrees(lambda x: x.max(1), [drawn(5, 9)], [layout])
+        agrees(lambda x: x.aminmax(dim=1), [drawn(5, 9)], [layout])
+        agrees(lambda x: x.argmax(1), [drawn(5, 9)], [layout], grad=False)
 
 
-def test_rows_that_are_seen_in_another_shape():
+def test_a_factored_dim():
     agrees(lambda x: x.flatten().argmax(), [drawn(4, 6)], ["1"], (3,), grad=False)
     agrees(lambda x: x.flatten().max(0), [drawn(4, 6)], ["1"], (3,), grad=False)
 
 
+def test_a_factored_dim_by_its_alternative(taken):
+    test_a_factored_dim()
+    assert {torch.ops.aten.argmax.default, torch.ops.aten.max.dim} <= set(taken)
+
+
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_topk(k, largest, chosen):
-    for lie, mesh in (("1", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))):
-        agrees(lambda x: x.topk(k, 1, largest), [drawn(4, 16)], [lie], mesh)
-        agrees(
-            lambda x: x.topk(k, -1, largest), [drawn(3, 10)], [lie], mesh, grad=False
-        )  # blocks of 3, 3, 3, 1
+def test_topk(k, largest, taken):
+    for layout, mesh in (("1", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))):
+        agrees(lambda x: x.topk(k, 1, largest), [drawn(4, 16)], [layout], mesh)
+        assert torch.ops.aten.topk.default in taken
+        # blocks of 3, 3, 3 and 1
+        agrees(lambda x: x.topk(k, -1, largest), [drawn(3, 10)], [layout], mesh, grad=False)
 
 
 def test_large_rows_send_little():

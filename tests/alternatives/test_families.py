@@ -1,9 +1,12 @@
-"""Norms, losses, attention, bags and extremes on real processes: each rank gets the dense value and gradient."""
+"""Norms, losses, attention, embeddings and argmax on real processes: dense values and gradients on each rank."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
+from tests.alternatives.forcing import force_alternatives
 from tests.dense import drawn, placed
-from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
+from torch.nn import functional as F  # noqa: N812 (the customary name)
 
 import shardwise as sw
 
@@ -15,7 +18,7 @@ HEADS, KEYS = drawn(2, 8, 6, 4), drawn(2, 4, 6, 4, seed=1)
 TARGET = torch.tensor([0, 8, -100, 3, 5])
 
 
-def _trained(x, w):
+def _batch_norm(x, w):
     mean, var = x.detach()[0, :, 0] * 0, x.detach()[0, :, 0] * 0 + 1
     return F.batch_norm(x, mean, var, training=True), mean, var
 
@@ -25,39 +28,33 @@ CASES = {
     "nll sum": (lambda x, t: F.nll_loss(x, t, reduction="sum"), (X, TARGET), ("1 R", "0 0")),
     "mse": (lambda x, w: F.mse_loss(x, x.detach() * 2), (X, W), ("0 R", "1 0")),
     "softmax": (lambda x, w: x.softmax(1), (X, W), ("0 R", "1 0")),
-    "extremes": (lambda x, w: (x.argmax(1), *x.max(1), *x.aminmax(dim=1), x.argmin()), (X, W), ("1 R", "0 R")),
-    "batch norm": (_trained, (IMAGE, W), ("0 R", "1 R", "2 R")),
-    "given statistics": (lambda x, w: F.batch_norm(x, w.detach()[:6], w.detach()[:6].abs()), (IMAGE, W), ("0 R", "2 R")),
+    "argmax": (lambda x, w: (x.argmax(1), *x.max(1), *x.aminmax(dim=1), x.argmin()), (X, W), ("1 R", "0 R")),
+    "topk": (lambda x, w: x.topk(1, 0), (X[:4], W), ("1 R", "0 R")),
+    "batch norm": (_batch_norm, (IMAGE, W), ("0 R", "1 R", "2 R")),
+    "batch norm, evaluation": (lambda x, w: F.batch_norm(x, w.detach()[:6], w.detach()[:6].abs()), (IMAGE, W), ("0 R", "2 R")),
     "group norm": (lambda x, w: F.group_norm(x, 2), (IMAGE, W), ("0 R", "1 R", "2 R")),
     "attention": (lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), (HEADS, KEYS), ("1 1", "0 0", "2 R")),
-    "bags": (lambda x, i: F.embedding_bag(i.clamp(0, 4)[None], x, mode="mean"), (X, TARGET), ("1 R", "0 R")),
-    "renormed": (lambda x, i: F.embedding(i.clamp(0, 4), x.detach().clone(), max_norm=1.0), (X, TARGET), ("0 R", "1 0")),
+    "embedding bag": (lambda x, i: F.embedding_bag(i.clamp(0, 4)[None], x, mode="mean"), (X, TARGET), ("1 R", "0 R")),
+    "renorm": (lambda x, i: F.embedding(i.clamp(0, 4), x.detach().clone(), max_norm=1.0), (X, TARGET), ("0 R", "1 0")),
 }  # fmt: skip
 
 
-def on_ranks(dear):
-    """What differs from the dense answer, by case and layout; `dear` if gathering is to cost the world."""
+def differences(forced):
+    """The cases and layouts with other results than the dense ones; `forced` to take alternatives."""
     torch.set_num_threads(1)
-    from shardwise.alternatives import registry as offers
-
-    known = offers.seconds_of
-    if dear:
-        offers.seconds_of = lambda plans: float("inf") if any(plans) else 0.0
-    try:
-        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dear" if dear else "tp",))
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with force_alternatives() if forced else nullcontext():
         return [
-            (name, lies)
+            (name, layouts)
             for name, (fn, inputs, every) in CASES.items()
-            for lies in every
-            if not _same(fn, inputs, [sw.distribute_tensor(t, mesh, placed(p)) for t, p in zip(inputs, lies.split(), strict=True)])
+            for layouts in every
+            if not _agrees(fn, inputs, [sw.distribute_tensor(t, mesh, placed(p)) for t, p in zip(inputs, layouts.split(), strict=True)])
         ]  # fmt: skip
-    finally:
-        offers.seconds_of = known
 
 
-def _same(fn, dense, mine):
+def _agrees(fn, dense, distributed):
     found = []
-    for inputs in (dense, mine):
+    for inputs in (dense, distributed):
         x = inputs[0].detach().clone().requires_grad_()
         result = fn(x, *inputs[1:])
         results = list(result) if isinstance(result, tuple) else [result]
@@ -68,6 +65,6 @@ def _same(fn, dense, mine):
     return all(torch.allclose(g.full_tensor(), w) for w, g in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("dear", [False, True])
-def test_every_rank_gets_the_dense_answer(workers, dear):
-    assert workers.run(on_ranks, dear) == [[]] * 4
+@pytest.mark.parametrize("forced", [False, True])
+def test_every_rank_gets_the_dense_result(workers, forced):
+    assert workers.run(differences, forced) == [[]] * 4

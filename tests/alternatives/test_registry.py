@@ -1,6 +1,7 @@
-"""Every op that something is offered for: the offer is taken, and gives the dense answer and gradient."""
+"""Every alternative: it is taken, gives the dense result and gradient, and sends what its plans say."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,36 +10,57 @@ import torch
 from tests.dense import agrees, drawn
 from torch.nn import functional
 
-from shardwise.alternatives import registry as offers
+from shardwise.alternatives import ALTERNATIVES
+from shardwise.call.arguments import tensors_in
+from shardwise.call.schema import op_info
+from shardwise.call.trace import trace_calls
+from shardwise.comm import counting
+from shardwise.dispatch.router import find_route
 
 aten = torch.ops.aten
-X = drawn(3, 9)  # over 4 ranks the last has none of a row
-ROWS = ("1", "1 1", "0 1")  # how it lies so that a row is split; over one axis and over two
+X = drawn(3, 9)  # over 4 ranks the last block is empty
+ROWS = ("1", "1 1", "0 1")  # placements that split the rows, on one axis and on two
 MESHES = {1: ((4,), (3,)), 2: ((2, 2),)}
 
 
 class Case(NamedTuple):
-    """A function, what it is given, and how that may lie; `ops` are the names of those in it that are offered for."""
+    """A function and its inputs.
+
+    Attributes:
+        ops: the names of the ops in it that have an alternative.
+        run: the function.
+        inputs: its inputs.
+        placements: the placements of the first input that are tried.
+        others: the placement of each other input, on every axis.
+        grad: whether to compare gradients.
+    """
 
     ops: str
     run: Any
     inputs: tuple[torch.Tensor, ...] = (X,)
-    lies: tuple[str, ...] = ROWS
-    others: tuple[str, ...] = ()  # how the other inputs lie, on each axis
+    placements: tuple[str, ...] = ROWS
+    others: tuple[str, ...] = ()
     grad: bool = True
 
+    def layouts(self) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+        """The placements of all inputs, and the meshes to try them on."""
+        for first in self.placements:
+            axes = len(first.split())
+            for mesh in MESHES[axes]:
+                yield [first, *(" ".join([other] * axes) for other in self.others)], mesh
 
-def _pooled(nd, name, run):
-    at = drawn(2, 2, *[9, 3, 3][:nd])
+
+def _pool(nd, name, run):
+    x = drawn(2, 2, *[9, 3, 3][:nd])
     ops = f"{name.format(nd)}.default {name.format(nd)}_backward.default"
-    return Case(ops, run, (at,), ("2", "2 2", "0 2", "1 2"))
+    return Case(ops, run, (x,), ("2", "2 2", "0 2", "1 2"))
 
 
-def _resampled(nd, family, run):
-    return _pooled(nd, family + "{}d", run)
+def _resample(nd, family, run):
+    return _pool(nd, family + "{}d", run)
 
 
-def _normed(x, w, b, stats=None, **kwargs):
+def _batch_norm(x, w, b, stats=None, **kwargs):
     mean, var = (None, None) if stats is None else (stats.detach().clone(), stats.detach().abs() + 1)
     out = aten._native_batch_norm_legit.default(x, w, b, mean, var, True, 0.1, 1e-5)
     return out[0], mean, var
@@ -82,20 +104,20 @@ CASES = [
     Case("unfold.default unfold_backward.default", lambda x: aten.unfold(x, 1, 3, 2)),
     Case("convolution.default convolution_backward.default",
          lambda x, w, b: functional.conv2d(x, w, b, padding=1), IMAGES, POSITIONS, ("R", "R")),
-    Case("convolution.default convolution_backward.default",  # channels are cut between groups
+    Case("convolution.default convolution_backward.default",  # channels are split between groups
          lambda x, w: functional.conv1d(x, w, groups=12), (drawn(2, 24, 4), drawn(36, 2, 3, seed=1)), ("1",), ("0",)),
-    *(_pooled(n, "avg_pool{}d", partial(getattr(functional, f"avg_pool{n}d"), kernel_size=3, stride=2, padding=1)) for n in (2, 3)),
-    *(_pooled(n, "max_pool{}d_with_indices", partial(getattr(functional, f"max_pool{n}d"), kernel_size=3, stride=1, padding=1))
+    *(_pool(n, "avg_pool{}d", partial(getattr(functional, f"avg_pool{n}d"), kernel_size=3, stride=2, padding=1)) for n in (2, 3)),
+    *(_pool(n, "max_pool{}d_with_indices", partial(getattr(functional, f"max_pool{n}d"), kernel_size=3, stride=1, padding=1))
       for n in (2, 3)),
-    *(_resampled(n, "upsample_nearest", partial(functional.interpolate, size=[5] * n)) for n in (1, 2, 3)),
-    *(_resampled(n, "_upsample_nearest_exact", partial(functional.interpolate, size=[13] * n, mode="nearest-exact")) for n in (1, 2, 3)),
-    *(_resampled(n, "reflection_pad", partial(functional.pad, pad=[1, 2] * n, mode="reflect")) for n in (1, 2, 3)),
-    *(_resampled(n, "replication_pad", partial(functional.pad, pad=[2, 1] * n, mode="replicate")) for n in (1, 2, 3)),
+    *(_resample(n, "upsample_nearest", partial(functional.interpolate, size=[5] * n)) for n in (1, 2, 3)),
+    *(_resample(n, "_upsample_nearest_exact", partial(functional.interpolate, size=[13] * n, mode="nearest-exact")) for n in (1, 2, 3)),
+    *(_resample(n, "reflection_pad", partial(functional.pad, pad=[1, 2] * n, mode="reflect")) for n in (1, 2, 3)),
+    *(_resample(n, "replication_pad", partial(functional.pad, pad=[2, 1] * n, mode="replicate")) for n in (1, 2, 3)),
     Case("native_batch_norm.default native_batch_norm_backward.default",
          lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True), BATCH, BATCHES, ("R", "0")),
-    Case("native_batch_norm_backward.default",  # of what needs no gradient itself
+    Case("native_batch_norm_backward.default",  # of an input that needs no gradient
          lambda x, w, b: functional.batch_norm(x.detach(), None, None, w, b, training=True), BATCH, BATCHES, ("R", "0")),
-    Case("_native_batch_norm_legit.default", _normed, (*BATCH, drawn(3, seed=3)), BATCHES, ("R", "R", "0")),
+    Case("_native_batch_norm_legit.default", _batch_norm, (*BATCH, drawn(3, seed=3)), BATCHES, ("R", "R", "0")),
     Case("_native_batch_norm_legit.no_stats",
          lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)[0], BATCH, BATCHES, ("R", "R")),
     Case("native_group_norm.default native_group_norm_backward.default",
@@ -118,39 +140,38 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """The ops of which an offer did run; gathering costs the world, so that small tensors take it too."""
-    ran = set()
-    monkeypatch.setattr(offers, "seconds_of", lambda plans: math.inf if any(plans) else 0.0)
-
-    def watched(op, make):
-        def made(*call):
-            offer = make(*call)
-            if offer is None:
-                return None
-            return offer._replace(run=lambda *a, **k: ran.add(op) or offer.run(*a, **k))
-
-        return made
-
-    for op, make in offers.OFFERS.items():
-        monkeypatch.setitem(offers.OFFERS, op, watched(op, make))
-    return ran
-
-
 def _name(op):
     return str(op).removeprefix("aten.")
 
 
-@pytest.mark.parametrize("op", offers.OFFERS, ids=_name)
-def test_what_is_offered_is_taken_and_is_right(op, taken):
+@pytest.mark.parametrize("op", ALTERNATIVES, ids=_name)
+def test_an_alternative_is_taken_and_gives_the_dense_result(op, taken):
     cases = [c for c in CASES if _name(op) in c.ops.split()]
-    assert cases, f"an offer nobody takes: write a case of {op}"
+    assert cases, f"{op} has an alternative that no case takes"
     for case in cases:
-        for lie in case.lies:
-            axes = len(lie.split())
-            lies = [lie, *(" ".join([other] * axes) for other in case.others)]
-            for mesh in MESHES[axes]:
-                taken.clear()
-                agrees(case.run, list(case.inputs), lies, mesh, grad=case.grad)
-                assert op in taken, f"nobody took what is offered for {op} on {lies}"
+        for placements, mesh in case.layouts():
+            taken.clear()
+            agrees(case.run, list(case.inputs), placements, mesh, grad=case.grad)
+            assert op in taken, f"the alternative of {op} was not taken on {placements}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.ops)
+@pytest.mark.usefixtures("taken")
+def test_a_route_names_what_is_sent_and_returned(case):
+    """Each call that takes an alternative runs once more; the plans of a program are those of its dry run."""
+    compared = []
+
+    def compare(call):
+        if call.route == "alternative" and not op_info(call.op).written:
+            route = find_route(call.op, call.args, dict(call.kwargs))
+            with counting() as ledger:
+                result = call.op(*call.args, **call.kwargs)
+            compared.append(call.op)
+            assert ledger.bytes == sum(plan.bytes for plan in route.plans), call.op
+            specs = [t._spec for t in tensors_in([result])]
+            assert [(s.layout, s.dtype) for s in specs] == [(s.layout, s.dtype) for s in route.specs], call.op
+
+    for placements, mesh in case.layouts():
+        with trace_calls(compare):
+            agrees(case.run, list(case.inputs), placements, mesh, grad=case.grad)
+    assert compared or "_." in case.ops

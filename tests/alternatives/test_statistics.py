@@ -1,4 +1,4 @@
-"""Ops along a split dim: with large rows they exchange statistics, and the answer is the dense one."""
+"""Ops along a split dim by statistics of the rows: dense results, and large rows are not gathered."""
 
 import math
 
@@ -8,7 +8,6 @@ from tests.dense import agrees, drawn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.alternatives import registry as offers
 from shardwise.alternatives import statistics
 from shardwise.comm import counting
 
@@ -31,40 +30,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [7, 9])  # over 4 ranks the last block is short, or empty
-def test_the_answer_and_the_gradient_are_the_dense_ones(name, size, monkeypatch):
-    # gathering costs the world, so that small tensors take this way too
-    monkeypatch.setattr(
-        "shardwise.alternatives.registry.seconds_of", lambda plans: math.inf if any(plans) else 0.0
-    )
-    chosen = []
-    for op, make in statistics.OFFERS.items():
-        watched = _watched(make, chosen)
-        monkeypatch.setitem(offers.OFFERS, op, watched)
-    torch.manual_seed(0)
-    dense = torch.randn(3, size, dtype=torch.float64, requires_grad=True)
-    want = CASES[name](dense)
-    is_smooth = name != "norm 0"
-    if is_smooth:
-        want.cos().sum().backward()
-    with sw.simulate(4):
-        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        x = sw.distribute_tensor(dense.detach(), mesh, [sw.Shard(1)]).requires_grad_()
-        got = CASES[name](x)
-        torch.testing.assert_close(got.full_tensor().ranks[2], want)
-        if not is_smooth:
-            return
-        got.cos().sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor().ranks[1], dense.grad)
-    assert any(chosen)
-
-
-def _watched(make, chosen):
-    def watched(*call):
-        offer = make(*call)
-        chosen.append(offer)
-        return offer
-
-    return watched
+def test_result_and_gradient_equal_the_dense_ones(name, size, taken):
+    agrees(CASES[name], [drawn(3, size)], ["1"], grad=name != "norm 0")
+    assert set(taken) & statistics.ALTERNATIVES.keys()
 
 
 def test_large_rows_are_not_gathered():
@@ -92,39 +60,31 @@ MORE = {
 EXACT = torch.float64
 
 
-@pytest.fixture
-def forced(monkeypatch):
-    """Gathering costs the world."""
-    monkeypatch.setattr(
-        "shardwise.alternatives.registry.seconds_of", lambda plans: math.inf if any(plans) else 0.0
-    )
-
-
-@pytest.mark.usefixtures("forced")
+@pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 @pytest.mark.parametrize("dtype", [EXACT, torch.bfloat16, torch.float16])
 def test_narrow_values_are_added_in_float32(name, dtype):
     x = drawn(3, 9, dtype=dtype)
     tol = {EXACT: 1e-9, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
-    for lie, mesh in (("1", (4,)), ("1 1", (2, 2)), ("0 1", (2, 2))):
-        agrees((CASES | MORE)[name], [x], [lie], mesh, grad=dtype is EXACT and name != "norm 0", tol=tol)
+    for layout, mesh in (("1", (4,)), ("1 1", (2, 2)), ("0 1", (2, 2))):
+        agrees((CASES | MORE)[name], [x], [layout], mesh, grad=dtype is EXACT and name != "norm 0", tol=tol)
 
 
-@pytest.mark.usefixtures("forced")
-def test_a_row_in_which_all_is_masked():
+@pytest.mark.usefixtures("taken")
+def test_rows_that_are_masked_entirely():
     x = torch.full((3, 9), -math.inf, dtype=EXACT)
     x[1, 4] = 0
     for fn in (MORE["safe_softmax"], CASES["softmax"], CASES["logsumexp"]):
         agrees(fn, [x], ["1"], grad=False)
 
 
-@pytest.mark.usefixtures("forced")
-def test_a_gradient_that_lies_otherwise_than_the_result():
-    def back(grad, out):
+@pytest.mark.usefixtures("taken")
+def test_a_gradient_in_another_layout_than_the_result():
+    def backward(grad, out):
         return torch.ops.aten._softmax_backward_data(grad, out, 1, EXACT)
 
-    for lies in (["R", "1"], ["1", "R"], ["0", "1"], ["P", "1"], ["1", "0"]):
-        agrees(back, [drawn(3, 9), drawn(3, 9, seed=1)], lies, grad=False)
+    for layouts in (["R", "1"], ["1", "R"], ["0", "1"], ["P", "1"], ["1", "0"]):
+        agrees(backward, [drawn(3, 9), drawn(3, 9, seed=1)], layouts, grad=False)
 
 
 def test_gradients_along_large_rows_are_not_gathered():

@@ -1,4 +1,4 @@
-"""Cheaper ways to run an op along a split dim than gathering it: statistics, halo exchanges, slices, argmax, ..."""
+"""Cheaper ways than gathering to run an op along a split dim: statistics, halo exchanges, slices, ..."""
 
 from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import ALTERNATIVES, propose_alternative

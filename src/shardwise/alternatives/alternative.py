@@ -1,4 +1,4 @@
-"""Alternative: another way to run a call than its rule, with what it sends."""
+"""Alternative: a way to run a call other than its rule, with what it sends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardwise.plan import Plan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
 
-__all__ = ["Alternative", "Propose", "in_float32", "reduce_pending"]
+__all__ = ["Alternative", "Propose", "in_float32", "reduce_pending", "requires_rule"]
 
 
 class Alternative(NamedTuple):
-    """Another way to run a call.
+    """A way to run a call.
 
     Attributes:
         run: a function of the call's arguments.
-        plans: all that it sends. None for a program of other ops on DTensors: a dry run tells what those send.
-        outputs: the specs of its tensor results; None for a program, where the dry run tells.
+        plans: everything it sends; None for a program of other ops on DTensors, where a dry run finds out.
+        outputs: the specs of its tensor results; None for a program, where the dry run finds out.
     """
 
     run: Callable[..., Any]
@@ -33,10 +33,16 @@ class Alternative(NamedTuple):
 
 
 Propose = Callable[[OpCall, Resolution | None], Alternative | None]
-"""Proposes an alternative for a call, given how its rule resolves it, if there is one; None if it has none.
+"""Propose an alternative for a call, or None, given how its rule resolves the call, if a rule covers it.
 
-It may read specs, shapes and numbers, but no values and not the coordinate of this rank: all ranks must propose the same.
+It may read specs, shapes and numbers, but neither values nor the coordinate of this rank: all ranks must
+propose the same.
 """
+
+
+def requires_rule(propose: Callable[[OpCall, Resolution], Alternative | None]) -> Propose:
+    """Propose an alternative only for calls that a rule covers."""
+    return lambda call, resolution: None if resolution is None else propose(call, resolution)
 
 
 def reduce_pending(func: Any, x: Tensor) -> Tensor:
@@ -50,7 +56,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def in_float32(run: Callable[..., Any], resolution: Resolution) -> Callable[..., Any]:
-    """A program that computes in float32 where the call's tensors are narrower, and returns the op's own dtypes."""
+    """A program that computes in float32 where tensors are narrower, and returns the op's dtypes."""
 
     def widen(value: Any) -> Any:
         return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in _NARROW else value

@@ -1,143 +1,135 @@
-"""The largest and smallest along a split dim, and where: an exchange of values, then of places."""
+"""Maxima and minima along a split dim with their indices: reduce the values first, then the indices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer, exchange_seconds, settled
-from shardwise.call.resolve import Prepared
-from shardwise.comm import PerRank, map_ranks
-from shardwise.layout import Factor, Layout, Spec, block_shape, cut
-from shardwise.tensor.autograd import contiguous_stride, redistributed
+from shardwise.alternatives.alternative import Alternative, Propose, reduce_pending, requires_rule
+from shardwise.alternatives.exchange import Operand, block_program, split_dim
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
+from shardwise.comm import Coord
+from shardwise.layout import Factor, Layout
+from shardwise.plan import plan_redistribute
+from shardwise.tensor.construct import from_function
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["OFFERS"]
+__all__ = ["ALTERNATIVES"]
 
 aten = torch.ops.aten
 
 
-def _places(x: DTensor, dim: int) -> DTensor:
-    """The global index along a dim, lying as the dim does, in a shape that meets the tensor's."""
-    n = x.shape[dim]
-    local = torch.arange(n, device=x._local_tensor.device)
-    block: Tensor = (
-        map_ranks(lambda _: local, x._local_tensor) if isinstance(x._local_tensor, PerRank) else local
-    )
-    whole = Layout.replicated((n,), x.layout.axes)
-    out = redistributed(
-        DTensor(block, Spec(x.device_mesh, whole, torch.int64, torch.Size((n,)), (1,))),
-        Layout(x.layout.axes, [x.layout.dims[dim]]),
-    )
-    return out.view([n if d == dim else 1 for d in range(x.dim())])  # type: ignore[return-value]
+def _flat_index(x: DTensor, dims: Sequence[int]) -> DTensor:
+    """The index into some dims flattened, in the tensor's layout; its other dims have size 1."""
+    layout, device = x._spec.layout, x.device  # in a dry run the device is meta, and this costs nothing
+
+    def values(shape: tuple[int, ...], owned: Sequence[Sequence[int]]) -> Tensor:
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for d in dims:
+            if isinstance(own := owned[d], range):
+                along = torch.arange(own.start, own.stop, device=device)
+            else:
+                along = torch.tensor(own, dtype=torch.int64, device=device)
+            index = index * x.shape[d] + along.view([-1 if e == d else 1 for e in range(x.dim())])
+        return index
+
+    factors = [layout.dims[d] if d in dims else (Factor(1),) for d in range(x.dim())]
+    return from_function(Layout(layout.axes, factors), values, torch.int64, False, x.device_mesh)
 
 
-def _found(func: Any, x: DTensor, dims: list[int], largest: bool) -> tuple[Tensor, Tensor]:
-    """The extreme over some dims, and the first place where it is, as an index into those dims flattened."""
+def _find(func: Any, x: DTensor, dims: list[int], largest: bool) -> tuple[Tensor, Tensor]:
+    """The extreme over some dims, and its first index into those dims flattened."""
     best = x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
-    best = settled(func, best)
-    there = x == best
+    best = reduce_pending(func, best)
+    is_best = x == best
     if x.dtype.is_floating_point:
-        there = there | x.isnan()  # a NaN is taken for the extreme, and then only NaNs are
-    place: Any = 0
-    for d in dims:
-        place = place * x.shape[d] + _places(x, d)
+        is_best = is_best | x.isnan()  # if there is a NaN, torch takes the first one for the extreme
     count = math.prod(x.shape[d] for d in dims)
-    return best, settled(func, torch.where(there, place, count).amin(dims, keepdim=True))
+    index = torch.where(is_best, _flat_index(x, dims), count).amin(dims, keepdim=True)
+    return best, reduce_pending(func, index)
 
 
-def _argmost(largest: bool) -> Callable[..., Any]:
+def _argmax(func: Any, largest: bool) -> Callable[..., Any]:
     def run(x: DTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         dims = list(range(x.dim())) if dim is None else [dim % x.dim()]
-        _, place = _found(aten.argmax.default if largest else aten.argmin.default, x, dims, largest)
-        return place if keepdim else place.squeeze(dims)
+        _, index = _find(func, x, dims, largest)
+        return index if keepdim else index.squeeze(dims)
 
     return run
 
 
-def _most(largest: bool) -> Callable[..., Any]:
+def _max(func: Any, largest: bool) -> Callable[..., Any]:
     def run(x: DTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-        best, place = _found(aten.max.dim if largest else aten.min.dim, x, [dim % x.dim()], largest)
-        return (best, place) if keepdim else (best.squeeze(dim), place.squeeze(dim))
+        best, index = _find(func, x, [dim % x.dim()], largest)
+        return (best, index) if keepdim else (best.squeeze(dim), index.squeeze(dim))
 
     return run
 
 
 def _aminmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Two reductions that stay pending."""
     dims = list(range(x.dim())) if dim is None else [dim]
     return x.amin(dims, keepdim=keepdim), x.amax(dims, keepdim=keepdim)
 
 
-def _exchanged(count: int, itemsize: int, run: Callable[..., Any], least: int = 0) -> Maker:
-    """Offers of a program that exchanges `count` results, of the op's own size, where the rows are split."""
+def _by_reduction(program: Callable[..., Any]) -> Propose:
+    """Propose a program that reduces values and indices, for a call whose rule would gather the rows."""
 
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-        x: DTensor = args[0]
-        if recipe is None or recipe.moves[0] is None or x._spec.layout.partial or 0 in x.shape:
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        x: DTensor = call.args[0]
+        if resolution.moves[0] is None or x._spec.layout.partial or 0 in x.shape:
             return None
-        if x.dtype.is_complex or x.dim() == 0:
-            return None
-        size = math.prod(recipe.outputs[0].shape)
-        return Offer(exchange_seconds(x._spec.layout, count, size, itemsize), run)
+        return None if x.dtype.is_complex or x.dim() == 0 else Alternative(program)
 
-    return make
+    return propose
 
 
-def _topk_of(x: DTensor, k: int, dim: int, largest: bool, in_order: bool) -> tuple[Tensor, Tensor]:
-    """The k extremes of each block, put together, and of those the k extremes again."""
-    d = dim % x.dim()
-    places = _places(x, d)
-
-    def here(block: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        values, where = block.topk(k, d, largest, True)
-        return values, at.expand(block.shape).gather(d, where)
-
-    values, where = map_ranks(here, x._local_tensor, places._local_tensor)
-    (factor,) = x.layout.dims[d]
-    shape = list(x.shape)
-    shape[d] = k * math.prod(x.layout.axes.sizes[a] for a in factor.axes)
-    lie = x.layout.with_dim(d, Factor(shape[d], factor.axes))
-    target = lie.without(factor.axes)
-
-    def joined(block: Tensor) -> DTensor:
-        spec = Spec(x.device_mesh, lie, block.dtype, torch.Size(shape), contiguous_stride(tuple(shape)))
-        return redistributed(DTensor(block, spec), target)
-
-    best, at = aten.topk.default(joined(values), k, d, largest, in_order)
-    return best, aten.gather.default(joined(where), d, at)
-
-
-def _topk(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-    """Offered where every rank has at least k along the dim, so that nothing need be made up."""
-    x: DTensor = args[0]
-    given: list[Any] = [*args[1:], *(-1, True, True)[len(args) - 2 :]]
-    k, dim, largest, in_order = given
-    if kwargs or recipe is None or x._spec.layout.partial or not x.dim() or not k or 0 in x.shape:
+@requires_rule
+def _topk(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Gather the k extremes of each block, and take the k extremes of those; each block must have k."""
+    x: DTensor = call.named["self"]
+    k, largest, in_order = (call.named[name] for name in ("k", "largest", "sorted"))
+    layout = x._spec.layout
+    if layout.partial or not x.dim() or not k or 0 in x.shape:
         return None
-    layout, d = x._spec.layout, dim % x.dim()
-    (factor, *more) = layout.dims[d]
-    sizes = [layout.axes.sizes[a] for a in factor.axes]
-    low, high = cut(factor.size, sizes, [n - 1 for n in sizes])
-    if more or not factor.axes or high - low < k:
+    d = call.named["dim"] % x.dim()
+    split = split_dim(layout, d)
+    if split is None or not split.axes:
         return None
-    rows = math.prod(block_shape(layout, [0] * len(layout.axes))) // max(high - low, 1)
-    sent = rows * k * math.prod(sizes) // 2  # a gather sends about half of what an all-reduce does
-    seconds = exchange_seconds(layout, 1, sent, x.dtype.itemsize) + exchange_seconds(layout, 1, sent, 8)
-    return Offer(seconds, lambda x, *_: _topk_of(x, k, d, largest, in_order))
+    ranges = split.ranges(x.shape[d])
+    if ranges[-1][1] - ranges[-1][0] < k:
+        return None
+
+    def of_block(coord: Coord, block: Tensor) -> tuple[Tensor, Tensor]:
+        values, index = block.topk(k, d, largest, True)
+        return values, index + ranges[split.position(coord)][0]
+
+    def of_gathered(coord: Coord, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        best, index = values.topk(k, d, largest, in_order)
+        return best, indices.gather(d, index)
+
+    candidates = split.resize(layout, k * len(ranges))
+    gather = tuple(
+        plan_redistribute(candidates, candidates.without(split.axes), out.dtype.itemsize)
+        for out in resolution.outputs
+    )
+    specs = [out.with_layout(layout.with_dim(d, Factor(k))) for out in resolution.outputs]
+    return block_program(call, specs, [Operand("self")], of_block, gather, of_gathered)
 
 
-OFFERS: dict[Any, Maker] = {
-    aten.argmax.default: _exchanged(2, 8, _argmost(largest=True)),
-    aten.argmin.default: _exchanged(2, 8, _argmost(largest=False)),
-    aten.max.dim: _exchanged(2, 8, _most(largest=True)),
-    aten.min.dim: _exchanged(2, 8, _most(largest=False)),
-    # parts of a minimum and of a maximum need no exchange until someone asks
-    aten.aminmax.default: _exchanged(0, 8, _aminmax),
-    aten._aminmax.default: _exchanged(0, 8, _aminmax),
-    aten._aminmax.dim: _exchanged(0, 8, _aminmax),
+ALTERNATIVES: dict[Any, Propose] = {
+    aten.argmax.default: _by_reduction(_argmax(aten.argmax.default, largest=True)),
+    aten.argmin.default: _by_reduction(_argmax(aten.argmin.default, largest=False)),
+    aten.max.dim: _by_reduction(_max(aten.max.dim, largest=True)),
+    aten.min.dim: _by_reduction(_max(aten.min.dim, largest=False)),
+    aten.aminmax.default: _by_reduction(_aminmax),
+    aten._aminmax.default: _by_reduction(_aminmax),
+    aten._aminmax.dim: _by_reduction(_aminmax),
     aten.topk.default: _topk,
 }

@@ -1,139 +1,122 @@
-"""Convolutions in groups, with channels split between groups: each rank has some groups whole, and nothing moves.
+"""Grouped convolution with channels split between groups: each rank has some groups, and nothing moves.
 
-Where each channel is a group of its own there is a row; else what goes in and what comes out have different numbers of
-channels per group, and that they are cut at the same groups is a matter of layouts.
+Depthwise convolution, with one channel per group, has a rule. Otherwise input and output have different
+numbers of channels per group, and only their layouts tell whether both are split at the same groups.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Offer, seconds_of
-from shardwise.alternatives.exchange import block_of, named, plain_axes, plan_to
-from shardwise.call.resolve import Prepared
-from shardwise.comm import Coord, on_mesh
-from shardwise.layout import Factor, Layout, Spec, block_shape
-from shardwise.plan.exchange import Range, chunked, place_of
+from shardwise.alternatives.alternative import Alternative, requires_rule
+from shardwise.alternatives.exchange import Operand, SplitDim, block_program, plan_to, split_dim
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
+from shardwise.comm import Coord
+from shardwise.layout import Factor, Layout, block_shape
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.policy import mind
 
 __all__ = ["backward", "forward"]
 
 aten = torch.ops.aten
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
-
-
-class _Groups(NamedTuple):
-    """How all tensors of a convolution in groups lie, and which groups each rank has."""
-
-    axes: tuple[int, ...]
-    every: tuple[Range, ...]
-    into: Layout
-    weight: Layout
-    out: Layout
-
-    def count(self, coord: Coord) -> int:
-        low, high = self.every[place_of(coord, self.axes, self.into.axes)]
-        return high - low
-
-    def along_out(self, n: int) -> Layout:
-        """Of a tensor with one number per channel that comes out."""
-        return Layout(self.into.axes, [(Factor(n, self.axes),)])
-
-
-def _groups(given: dict[str, Any], x: DTensor, into: torch.Size, out: torch.Size) -> _Groups | None:
-    """The layouts, if channels are cut between groups; positions must be whole."""
-    groups, w, layout = given["groups"], given["weight"].shape, x._spec.layout.with_partial({})
-    axes = plain_axes(layout, 1) if len(into) == len(w) else None
-    if groups == 1 or not axes or 0 in into or 0 in out:
-        return None
-    every = chunked(groups, axes, layout.axes)
-    for n in (into[1], out[1]):
-        if chunked(n, axes, layout.axes) != tuple((a * n // groups, b * n // groups) for a, b in every):
-            return None
-
-    def lie(shape: torch.Size) -> Layout:
-        rest = [(Factor(n),) for n in shape[2:]]
-        return Layout(layout.axes, [layout.dims[0], (Factor(shape[1], axes),), *rest])
-
-    weight = Layout(layout.axes, [(Factor(w[0], axes),), *((Factor(n),) for n in w[1:])])
-    return _Groups(axes, every, lie(into), weight, lie(out))
-
-
-def forward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """Each rank convolves its groups."""
-    given = named(aten.convolution.default, args, kwargs)
-    x, w, b = given["input"], given["weight"], given["bias"]
-    if recipe is None or not all(isinstance(t, DTensor) for t in (x, w, b) if t is not None):
-        return None
-    spec = recipe.outputs[0]
-    groups = _groups(given, x, x.shape, spec.shape)
-    if groups is None:
-        return None
-    first = [plan_to(x, groups.into), plan_to(w, groups.weight)]
-    first += [] if b is None else [plan_to(b, groups.along_out(spec.shape[1]))]
-    spec, numbers = spec.with_layout(groups.out), [given[name] for name in _NUMBERS]
-
-    def local(coord: Coord, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        shape = block_shape(groups.out, coord)
-        if 0 in shape:
-            return x.new_empty(shape)
-        return aten.convolution.default(x, w, b, *numbers, groups.count(coord))  # type: ignore[no-any-return]
-
-    def go(*args: Any, **kwargs: Any) -> DTensor:
-        mind(aten.convolution.default, first)
-        given = named(aten.convolution.default, args, kwargs)
-        tensors = [t for t in (given["input"], given["weight"], given["bias"]) if t is not None]
-        blocks = [block_of(t, p, spec.mesh) for t, p in zip(tensors, first, strict=True)]
-        return DTensor(on_mesh(spec.mesh, local, *blocks), spec)
-
-    return Offer(seconds_of(first), go, (spec,))
-
-
 _NUMBERS = ("stride", "padding", "dilation", "transposed", "output_padding")
 
 
-def backward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """Each rank has the gradients of its groups; of the weight's and the bias's, its batch's part."""
-    given = named(aten.convolution_backward.default, args, kwargs)
-    grad, x, w = given["grad_output"], given["input"], given["weight"]
-    if recipe is None or not all(isinstance(t, DTensor) for t in (grad, x, w)):
+class _Groups(NamedTuple):
+    """The layouts of the tensors of a grouped convolution, and the groups of each rank."""
+
+    split: SplitDim
+    groups: int
+    input: Layout
+    weight: Layout
+    output: Layout
+    bias: Layout
+
+    def on(self, coord: Coord) -> int:
+        """The number of groups on a rank."""
+        low, high = self.split.ranges(self.groups)[self.split.position(coord)]
+        return high - low
+
+
+def _groups(call: OpCall, inputs: torch.Size, outputs: torch.Size) -> _Groups | None:
+    """The layouts, if channels are split between groups; positions must be unsplit."""
+    groups, w, layout = call.named["groups"], call.named["weight"].shape, call.named["input"]._spec.layout
+    split = split_dim(layout, 1) if len(inputs) == len(w) else None
+    if groups == 1 or split is None or not split.axes or 0 in inputs or 0 in outputs:
         return None
-    groups = _groups(given, x, x.shape, grad.shape)
+    for n in (inputs[1], outputs[1]):
+        if split.ranges(n) != tuple((a * n // groups, b * n // groups) for a, b in split.ranges(groups)):
+            return None
+
+    def unsplit(sizes: Sequence[int]) -> list[tuple[Factor, ...]]:
+        return [(Factor(n),) for n in sizes]
+
+    def batched(shape: torch.Size) -> Layout:
+        return Layout(layout.axes, [layout.dims[0], (Factor(shape[1], split.axes),), *unsplit(shape[2:])])
+
+    weight = Layout(layout.axes, [(Factor(w[0], split.axes),), *unsplit(w[1:])])
+    bias = Layout(layout.axes, [(Factor(outputs[1], split.axes),)])
+    return _Groups(split, groups, batched(inputs), weight, batched(outputs), bias)
+
+
+@requires_rule
+def forward(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Each rank convolves its groups."""
+    x, w, b = (call.named[name] for name in ("input", "weight", "bias"))
+    if not all(isinstance(t, DTensor) for t in (x, w, b) if t is not None):
+        return None
+    out = resolution.outputs[0]
+    groups = _groups(call, x.shape, out.shape)
     if groups is None:
         return None
-    first = [plan_to(grad, groups.out), plan_to(x, groups.into), plan_to(w, groups.weight)]
-    parts = dict.fromkeys(groups.into.sharded - set(groups.axes), "sum")
-    mask, numbers, mesh = list(given["output_mask"]), [given[name] for name in _NUMBERS], recipe.mesh
-    channels = grad.shape[1]
-    lies = [
-        groups.into,
-        groups.weight.with_partial(parts),
-        groups.along_out(channels).with_partial(parts),
+    numbers = [call.named[name] for name in _NUMBERS]
+
+    def compute(coord: Coord, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        shape = block_shape(groups.output, coord)
+        if 0 in shape:
+            return x.new_empty(shape)
+        return aten.convolution.default(x, w, b, *numbers, groups.on(coord))  # type: ignore[no-any-return]
+
+    operands = [
+        Operand("input", [plan_to(x, groups.input)]),
+        Operand("weight", [plan_to(w, groups.weight)]),
+        Operand("bias", [plan_to(b, groups.bias)]),
     ]
-    made = iter(recipe.outputs)
-    specs: list[Spec | None] = [
-        next(made).with_layout(lie) if m else None for lie, m in zip(lies, mask, strict=True)
+    return block_program(call, out.with_layout(groups.output), operands, compute)
+
+
+@requires_rule
+def backward(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Each rank computes the gradients of its groups; if the batch is split, two of them are partial sums."""
+    grad, x, w = (call.named[name] for name in ("grad_output", "input", "weight"))
+    if not all(isinstance(t, DTensor) for t in (grad, x, w)):
+        return None
+    groups = _groups(call, x.shape, grad.shape)
+    if groups is None:
+        return None
+    partial = dict.fromkeys(groups.input.sharded - set(groups.split.axes), "sum")
+    mask, numbers = list(call.named["output_mask"]), [call.named[name] for name in _NUMBERS]
+    layouts = (groups.input, groups.weight.with_partial(partial), groups.bias.with_partial(partial))
+    outputs = iter(resolution.outputs)
+    specs = [
+        next(outputs).with_layout(t) if wanted else None for t, wanted in zip(layouts, mask, strict=True)
     ]
 
-    def local(coord: Coord, grad: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    def compute(coord: Coord, grad: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
         if 0 in grad.shape or 0 in x.shape:
             shapes = [x.shape, w.shape, grad.shape[1:2]]
-            return [grad.new_zeros(s) for s, m in zip(shapes, mask, strict=True) if m]
+            return [grad.new_zeros(s) for s, wanted in zip(shapes, mask, strict=True) if wanted]
         sizes = list(grad.shape[1:2])
-        every = aten.convolution_backward.default(grad, x, w, sizes, *numbers, groups.count(coord), mask)
-        return [g for g, m in zip(every, mask, strict=True) if m]
+        every = aten.convolution_backward.default(grad, x, w, sizes, *numbers, groups.on(coord), mask)
+        return [g for g, wanted in zip(every, mask, strict=True) if wanted]
 
-    def go(*args: Any, **kwargs: Any) -> tuple[DTensor | None, ...]:
-        mind(aten.convolution_backward.default, first)
-        given = named(aten.convolution_backward.default, args, kwargs)
-        tensors = (given["grad_output"], given["input"], given["weight"])
-        blocks = [block_of(t, p, mesh) for t, p in zip(tensors, first, strict=True)]
-        made = iter(on_mesh(mesh, local, *blocks))
-        return tuple(None if spec is None else DTensor(next(made), spec) for spec in specs)
-
-    return Offer(seconds_of(first), go, tuple(s for s in specs if s is not None))
+    operands = [
+        Operand("grad_output", [plan_to(grad, groups.output)]),
+        Operand("input", [plan_to(x, groups.input)]),
+        Operand("weight", [plan_to(w, groups.weight)]),
+    ]
+    return block_program(call, specs, operands, compute)

@@ -1,4 +1,4 @@
-"""Windows over split dims: a rank gets the positions its windows cover, or the windows that touch its positions."""
+"""Halo exchange: ranks get the positions that their windows cover, or windows that touch their positions."""
 
 from __future__ import annotations
 
@@ -8,66 +8,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.exchange import fitted, plain_axes
+from shardwise.alternatives.exchange import SplitDim, clamp_range, pad_range, split_dim
 from shardwise.comm import Coord
-from shardwise.layout import Axes, Factor, Layout
-from shardwise.plan import Move
-from shardwise.plan.exchange import Range, chunked, place_of
+from shardwise.layout import Factor, Layout
+from shardwise.plan import Plan, plan_exchanges
+from shardwise.plan.exchange import Range
 from shardwise.plan.windows import Window
 
-__all__ = ["Halo", "halos_of", "recut"]
+__all__ = ["Halo", "plan_to_positions", "plan_to_windows", "resize_dims", "split_halos"]
 
 
 @dataclass(frozen=True)
 class Halo:
-    """A dim of `size` positions over which `count` windows slide, both cut by the same axes of a mesh."""
+    """A dim of `size` positions over which `count` windows slide, both split by the same mesh axes."""
 
-    dim: int
-    axes: tuple[int, ...]
-    on: Axes
+    split: SplitDim
     window: Window
     size: int
     count: int
 
     @property
-    def positions(self) -> tuple[Range, ...]:
-        """What each rank has of the positions, by its place."""
-        return chunked(self.size, self.axes, self.on)
+    def dim(self) -> int:
+        return self.split.dim
 
-    @property
-    def windows(self) -> tuple[Range, ...]:
-        """What each rank has of the windows, by its place."""
-        return chunked(self.count, self.axes, self.on)
+    def positions(self, coord: Coord) -> Range:
+        """The positions in a rank's block."""
+        return self.split.ranges(self.size)[self.split.position(coord)]
 
-    def to_windows(self) -> Move:
-        """Positions go where windows cover them."""
-        wanted = tuple((_within(self.window.covered(w), self.size),) for w in self.windows)
-        return Move(self.dim, self.axes, tuple((p,) for p in self.positions), wanted)
-
-    def to_positions(self) -> Move:
-        """Windows go where positions are that they touch."""
-        wanted = tuple((self.window.touching(p, self.count),) for p in self.positions)
-        return Move(self.dim, self.axes, tuple((w,) for w in self.windows), wanted)
+    def windows(self, coord: Coord) -> Range:
+        """The windows in a rank's block."""
+        return self.split.ranges(self.count)[self.split.position(coord)]
 
     def covered(self, coord: Coord) -> tuple[Range, Range]:
-        """What a rank's own windows cover, and what of that is in the dim."""
-        here = self.window.covered(self.windows[self.place(coord)])
-        return here, _within(here, self.size)
+        """The range that a rank's own windows cover, and the part of it inside the dim."""
+        covered = self.window.covered(self.windows(coord))
+        return covered, clamp_range(covered, 0, self.size)
+
+    def touching(self, coord: Coord) -> Range:
+        """The windows that touch a rank's own positions."""
+        return self.window.touching(self.positions(coord), self.count)
 
     def touched(self, coord: Coord) -> tuple[Range, Range]:
-        """A rank's own positions, and what the windows cover that touch them."""
-        mine = self.positions[self.place(coord)]
-        return mine, self.window.covered(self.window.touching(mine, self.count))
+        """A rank's own positions, and the range covered by the windows that touch them."""
+        return self.positions(coord), self.window.covered(self.touching(coord))
 
-    def near(self, coord: Coord) -> Range:
-        """The windows that touch a rank's own positions."""
-        return self.window.touching(self.positions[self.place(coord)], self.count)
-
-    def place(self, coord: Coord) -> int:
-        return place_of(coord, self.axes, self.on)
-
-    def filled(self, coord: Coord, block: Tensor, value: float = 0.0) -> Tensor:
-        """What came for a rank's windows, filled up where they reach beyond the dim."""
+    def pad(self, coord: Coord, block: Tensor, value: float = 0.0) -> Tensor:
+        """The positions for a rank's windows, padded where the windows extend beyond the dim."""
         wants, has = self.covered(coord)
         left, right = (has[0] - wants[0], wants[1] - has[1]) if has[1] > has[0] else (wants[1] - wants[0], 0)
         if not left and not right:
@@ -76,42 +62,58 @@ class Halo:
         amounts[-2:] = [left, right]
         return torch.constant_pad_nd(block, amounts, value)
 
-    def spread(self, coord: Coord, block: Tensor) -> Tensor:
-        """A rank's own positions, set into all that the windows that touch them cover."""
-        mine, covered = self.touched(coord)
-        return fitted(block, self.dim, mine, covered)
+    def embed(self, coord: Coord, block: Tensor) -> Tensor:
+        """A rank's own positions, inside the range covered by the windows that touch them."""
+        own, covered = self.touched(coord)
+        return pad_range(block, self.dim, own, covered)
 
-    def kept(self, coord: Coord, block: Tensor) -> Tensor:
-        """Of what the windows cover that touch a rank's positions, those positions."""
-        mine, covered = self.touched(coord)
-        return fitted(block, self.dim, covered, mine)
-
-
-def _within(r: Range, size: int) -> Range:
-    low = min(max(r[0], 0), size)
-    return low, max(min(r[1], size), low)
+    def crop(self, coord: Coord, block: Tensor) -> Tensor:
+        """A rank's own positions, out of the range covered by the windows that touch them."""
+        own, covered = self.touched(coord)
+        return pad_range(block, self.dim, covered, own)
 
 
-def halos_of(
+def plan_to_windows(halos: Sequence[Halo], layout: Layout, itemsize: int) -> Plan:
+    """The plan that sends positions, which have this layout, to the ranks whose windows cover them."""
+    moves = []
+    for h in halos:
+        covered = (h.window.covered(r) for r in h.split.ranges(h.count))
+        moves.append(h.split.move(h.split.ranges(h.size), [clamp_range(r, 0, h.size) for r in covered]))
+    return plan_exchanges(layout, moves, itemsize)
+
+
+def plan_to_positions(halos: Sequence[Halo], layout: Layout, itemsize: int) -> Plan:
+    """The plan that sends windows, which have this layout, to the ranks whose positions they touch."""
+    moves = []
+    for h in halos:
+        wanted = [h.window.touching(r, h.count) for r in h.split.ranges(h.size)]
+        moves.append(h.split.move(h.split.ranges(h.count), wanted))
+    return plan_exchanges(layout, moves, itemsize)
+
+
+def split_halos(
     layout: Layout, windows: Sequence[Window], sizes: Sequence[int], counts: Sequence[int]
-) -> list[Halo] | None:
-    """Halos of those of a tensor's last dims that are split; None if one is not cut plainly, or none is split.
+) -> tuple[Halo, ...] | None:
+    """The halos of the split dims among a tensor's last dims; None if none is split, or only a factor of one.
 
-    `sizes` and `counts` are how many positions and windows each of these dims has, whichever the tensor's own are.
+    Args:
+        layout: the layout of the tensor, whether it has the positions or the windows.
+        windows: the window of each of the last dims.
+        sizes: the number of positions of each of them.
+        counts: the number of windows of each of them.
     """
-    first = layout.ndim - len(windows)
-    out = []
+    first, halos = layout.ndim - len(windows), []
     for i, window in enumerate(windows):
-        axes = plain_axes(layout, first + i)
-        if axes is None:
+        split = split_dim(layout, first + i)
+        if split is None:
             return None
-        if axes:
-            out.append(Halo(first + i, axes, layout.axes, window, sizes[i], counts[i]))
-    return out or None
+        if split.axes:
+            halos.append(Halo(split, window, sizes[i], counts[i]))
+    return tuple(halos) or None
 
 
-def recut(layout: Layout, sizes: Sequence[int]) -> Layout:
-    """A layout whose last dims have other sizes, cut plainly by the same axes."""
+def resize_dims(layout: Layout, sizes: Sequence[int]) -> Layout:
+    """A layout whose last dims have other sizes, each split by the same axes as one factor."""
     first = layout.ndim - len(sizes)
     for i, size in enumerate(sizes):
         axes = tuple(a for f in layout.dims[first + i] for a in f.axes)

@@ -1,4 +1,4 @@
-"""Losses that divide by what only all ranks know together."""
+"""Losses that divide by a sum over all ranks."""
 
 from __future__ import annotations
 
@@ -7,36 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer, exchange_seconds, seconds_of, settled
-from shardwise.call.resolve import Prepared, prepare
+from shardwise.alternatives.alternative import Alternative, Propose, reduce_pending
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution, resolve
 from shardwise.rules.tables.loss import MEAN, SUM
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["OFFERS"]
+__all__ = ["ALTERNATIVES"]
 
 aten = torch.ops.aten
 
 
-def _nll_mean(func: Any) -> Maker:
-    """A mean over weighted targets: the sum, and the sum of the weights, each in parts."""
+def _nll_mean(func: Any) -> Propose:
+    """A mean over weighted targets: the partial sums of the losses and of the weights."""
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> Any:
         loss, total = func(x, target, weight, SUM, ignore)
-        total = settled(func, total)
+        total = reduce_pending(func, total)
         return loss / total, total
 
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-        if kwargs or args[3] != MEAN or not isinstance(args[0], DTensor):
+    def propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
+        if call.named["reduction"] != MEAN or not isinstance(call.named["self"], DTensor):
             return None
-        summed = prepare(func, (*args[:3], SUM, args[4]), {})
-        if summed is None:
-            return None
-        one = exchange_seconds(args[0]._spec.layout, 1, 1, args[0].dtype.itemsize)
-        return Offer(seconds_of(summed.moves) + one, run)
+        summed = OpCall(func, tuple((call.named | {"reduction": SUM}).values()), {})
+        return None if resolve(summed) is None else Alternative(run)
 
-    return make
+    return propose
 
 
-OFFERS: dict[Any, Maker] = {
+ALTERNATIVES: dict[Any, Propose] = {
     op: _nll_mean(op) for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 }

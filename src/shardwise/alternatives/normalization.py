@@ -1,4 +1,4 @@
-"""Batch and group norm over what is split, and group norm where groups are: by views and by exchanging statistics."""
+"""Batch norm over a split batch and group norm over split groups, by their statistics."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer, exchange_seconds, in_float32, settled
-from shardwise.alternatives.statistics import exchanging
+from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending, requires_rule
+from shardwise.alternatives.statistics import by_statistics, rows_gradient
 from shardwise.call.meta import statistic_dtype
-from shardwise.call.resolve import Prepared
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
 from shardwise.layout import LayoutError, view
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["OFFERS"]
+__all__ = ["ALTERNATIVES"]
 
 aten = torch.ops.aten
 
 
-def _along_channels(x: Tensor, values: Tensor | None) -> Tensor | None:
-    """One value per channel in the shape that meets a tensor with its channels in dim 1."""
-    return None if values is None else values.view([1, -1, *[1] * (x.dim() - 2)])
+def _per_channel(x: Tensor, values: Tensor) -> Tensor:
+    """One value per channel, in a shape that broadcasts with a tensor that has its channels in dim 1."""
+    return values.view([1, -1, *[1] * (x.dim() - 2)])
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    by, plus = _along_channels(x, weight), _along_channels(x, bias)
-    x = x if by is None else x * by
-    return x if plus is None else x + plus
+def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * _per_channel(x, weight)
+    return x if bias is None else x + _per_channel(x, bias)
 
 
 def _rows(x: Tensor) -> list[int]:
@@ -46,22 +46,23 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch norm in training, with the statistics of the global batch, the running ones too."""
+    """A batch norm in training, with the statistics of the global batch."""
+    func, dims = aten.native_batch_norm.default, _rows(x)
     wide = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
-    dims, count = _rows(x), math.prod(x.shape[d] for d in _rows(x))
-    mean = settled(aten.native_batch_norm.default, wide.mean(dims))
-    spread = wide - mean.view([1, -1, *[1] * (x.dim() - 2)])
-    squares = settled(aten.native_batch_norm.default, (spread * spread).sum(dims))
+    count = math.prod(x.shape[d] for d in dims)
+    mean = reduce_pending(func, wide.mean(dims))
+    centered = wide - _per_channel(x, mean)
+    squares = reduce_pending(func, (centered * centered).sum(dims))
     rstd = (squares / count + eps).rsqrt()
-    for running, now in ((running_mean, mean), (running_var, squares / (count - 1))):
+    for running, current in ((running_mean, mean), (running_var, squares / (count - 1))):
         if running is not None:
-            running.copy_(running.to(now.dtype) * (1 - momentum) + now * momentum)
-    out = _scaled(spread * rstd.view([1, -1, *[1] * (x.dim() - 2)]), weight, bias)
+            running.copy_(running.to(current.dtype) * (1 - momentum) + current * momentum)
+    out = _scale(centered * _per_channel(x, rstd), weight, bias)
     dtype = statistic_dtype((x, weight, bias, running_mean, running_var))
     return out.to(x.dtype), mean.to(dtype), rstd.to(dtype)
 
 
-def _batch_norm_without(
+def _batch_norm_no_stats(
     x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> Any:
     return _batch_norm(x, weight, bias, None, None, training, momentum, eps)
@@ -79,26 +80,25 @@ def _batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of a batch norm in training; those of weights come with it, settled."""
+    """The gradients of a batch norm in training; that of the input needs those of weight and bias reduced."""
     func, dims = aten.native_batch_norm_backward.default, _rows(x)
     count = math.prod(x.shape[d] for d in dims)
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    seen = (x - mean.view(shape)) * rstd.view(shape)
-    to_bias = settled(func, grad.sum(dims))
-    to_weight = settled(func, (grad * seen).sum(dims))
-    about = grad - (to_bias / count).view(shape) - seen * (to_weight / count).view(shape)
-    each = (_scaled(about, rstd if weight is None else rstd * weight, None), to_weight, to_bias)
+    normalized = (x - _per_channel(x, mean)) * _per_channel(x, rstd)
+    of_bias = reduce_pending(func, grad.sum(dims))
+    of_weight = reduce_pending(func, (grad * normalized).sum(dims))
+    centered = grad - _per_channel(x, of_bias / count) - normalized * _per_channel(x, of_weight / count)
+    each = (_scale(centered, rstd if weight is None else rstd * weight, None), of_weight, of_bias)
     return tuple(value if wanted else None for value, wanted in zip(each, output_mask, strict=True))
 
 
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A group norm is a layer norm of each group, seen as a row."""
+    """A layer norm with one row per group."""
     size = c // group * hw
     rows = x.reshape(n, group, size)
     out, mean, rstd = aten.native_layer_norm.default(rows, [size], None, None, eps)
-    return _scaled(out.reshape(x.shape), weight, bias), mean.reshape(n, group), rstd.reshape(n, group)
+    return _scale(out.reshape(x.shape), weight, bias), mean.reshape(n, group), rstd.reshape(n, group)
 
 
 def _group_norm_backward(
@@ -115,66 +115,61 @@ def _group_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     size = c // group * hw
     rows, rstd = x.reshape(n, group, size), rstd.unsqueeze(-1)
-    seen = (rows - mean.unsqueeze(-1)) * rstd
-    down = _scaled(grad, weight, None).reshape(n, group, size)
+    normalized = (rows - mean.unsqueeze(-1)) * rstd
     out: list[Tensor | None] = [None, None, None]
     if output_mask[0]:
-        about = down - down.mean(-1, keepdim=True)
-        about = (about - seen * (down * seen).mean(-1, keepdim=True)) * rstd
-        out[0] = about.reshape(x.shape)
+        scaled = _scale(grad, weight, None).reshape(n, group, size)
+        out[0] = rows_gradient(scaled, normalized, rstd, [-1]).reshape(x.shape)
     if output_mask[1]:
-        out[1] = (grad * seen.reshape(x.shape)).sum(_rows(x))
+        out[1] = (grad * normalized.reshape(x.shape)).sum(_rows(x))
     if output_mask[2]:
         out[2] = grad.sum(_rows(x))
     return tuple(out)
 
 
-def _grouped(run: Callable[..., Any], sizes_at: int) -> Maker:
-    """Offers where each tensor can be seen as rows of groups: free if groups are whole, else with an exchange."""
+def _propose_group_norm(program: Callable[..., Any]) -> Propose:
+    """Propose a program for tensors whose layout has a view with one row per group."""
 
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-        x: DTensor = args[1] if sizes_at == 5 else args[0]
-        n, c, hw, group = args[sizes_at : sizes_at + 4]
-        large = [t for t in args if isinstance(t, DTensor) and t.shape == x.shape]
-        if recipe is None or 0 in x.shape or x.dim() < 2:
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        x = call.named["input"]
+        if not isinstance(x, DTensor) or 0 in x.shape or x.dim() < 2:
             return None
-        if any(t._spec.layout is not x._spec.layout for t in large) or x._spec.layout.partial:
+        layout = x._spec.layout
+        same_shape = [t for t in call.args if isinstance(t, DTensor) and t.shape == x.shape]
+        if any(t._spec.layout is not layout for t in same_shape) or layout.partial:
             return None
+        n, c, hw, group = (call.named[name] for name in ("N", "C", "HxW", "group"))
         try:
-            rows = view(x._spec.layout, (n, group, c // group * hw))
-        except LayoutError:  # a group is cut in a way that rows are not
+            view(layout, (n, group, c // group * hw))
+        except LayoutError:  # no view without communication
             return None
-        is_split = any(f.axes for f in rows.dims[2])
-        itemsize = max(x.dtype.itemsize, 4)
-        seconds = exchange_seconds(rows, 2, n * group, itemsize) if is_split else 0.0
-        return Offer(seconds, in_float32(run, recipe))
+        return Alternative(in_float32(program, resolution))
 
-    return make
+    return propose
 
 
-def _trained(run: Callable[..., Any], training_at: int) -> Maker:
-    """Offers of a batch norm in training; there is no row for one that writes running statistics."""
+def _propose_batch_norm(program: Callable[..., Any]) -> Propose:
+    """Propose a program for batch norm in training; no rule covers one that updates running statistics."""
 
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-        x = args[0]
-        if kwargs or not isinstance(x, DTensor) or not args[training_at] or x.dim() < 2 or 0 in x.shape:
+    def propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
+        x = call.named["input"]
+        if not isinstance(x, DTensor) or not call.named["training"] or x.dim() < 2 or 0 in x.shape:
             return None
-        if x._spec.layout.partial or not x.dtype.is_floating_point:
-            return None
-        return Offer(exchange_seconds(x._spec.layout, 2, x.shape[1], 4), run)
+        return None if x._spec.layout.partial or not x.dtype.is_floating_point else Alternative(program)
 
-    return make
+    return propose
 
 
-def _trained_backward(args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Prepared | None) -> Offer | None:
-    return exchanging(2, _batch_norm_backward)(args, kwargs, recipe) if args[7] else None
+def _propose_batch_norm_backward(call: OpCall, resolution: Resolution | None) -> Alternative | None:
+    return by_statistics(_batch_norm_backward)(call, resolution) if call.named["train"] else None
 
 
-OFFERS: dict[Any, Maker] = {
-    aten.native_batch_norm.default: _trained(_batch_norm, 5),
-    aten._native_batch_norm_legit.default: _trained(_batch_norm, 5),
-    aten._native_batch_norm_legit.no_stats: _trained(_batch_norm_without, 3),
-    aten.native_batch_norm_backward.default: _trained_backward,
-    aten.native_group_norm.default: _grouped(_group_norm, 3),
-    aten.native_group_norm_backward.default: _grouped(_group_norm_backward, 5),
+ALTERNATIVES: dict[Any, Propose] = {
+    aten.native_batch_norm.default: _propose_batch_norm(_batch_norm),
+    aten._native_batch_norm_legit.default: _propose_batch_norm(_batch_norm),
+    aten._native_batch_norm_legit.no_stats: _propose_batch_norm(_batch_norm_no_stats),
+    aten.native_batch_norm_backward.default: _propose_batch_norm_backward,
+    aten.native_group_norm.default: _propose_group_norm(_group_norm),
+    aten.native_group_norm_backward.default: _propose_group_norm(_group_norm_backward),
 }

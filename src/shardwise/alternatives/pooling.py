@@ -1,88 +1,77 @@
-"""Pools over split positions: ranks exchange the halos of their blocks, not the blocks."""
+"""Pooling over split positions by halo exchange."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer, seconds_of
-from shardwise.alternatives.exchange import block_of, named, plan_to
-from shardwise.alternatives.halo import Halo, halos_of, recut
-from shardwise.call.resolve import Prepared
-from shardwise.comm import Coord, on_mesh, run
+from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.exchange import Operand, block_program, plan_to
+from shardwise.alternatives.halo import Halo, plan_to_positions, plan_to_windows, resize_dims, split_halos
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
+from shardwise.comm import Coord
 from shardwise.layout import Layout, block_shape
-from shardwise.plan import plan_exchanges
 from shardwise.plan.exchange import Range
 from shardwise.plan.windows import Window
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.policy import mind
 
-__all__ = ["OFFERS"]
+__all__ = ["ALTERNATIVES"]
 
 aten = torch.ops.aten
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
 
 
 class _Pool(NamedTuple):
-    """A pool over the last dims of a tensor: the windows, how many positions there are, and which dims are split."""
+    """A pool over the last dims of a tensor, with the halos of those that are split."""
 
     windows: tuple[Window, ...]
     sizes: tuple[int, ...]
     halos: tuple[Halo | None, ...]
-    ceil: bool
+    ceil_mode: bool
 
     @property
     def split(self) -> list[Halo]:
         return [h for h in self.halos if h is not None]
 
     @property
-    def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """Kernel, stride and padding for blocks with their halos: nothing is padded where it was split."""
+    def block_arguments(self) -> tuple[list[int], list[int], list[int]]:
+        """Kernel size, stride and padding for blocks with their halos: split dims are padded already."""
         pairs = list(zip(self.windows, self.halos, strict=True))
         padding = [w.padding if h is None else 0 for w, h in pairs]
         return [w.size for w, _ in pairs], [w.stride for w, _ in pairs], padding
 
-    @property
-    def dilation(self) -> list[int]:
-        return [w.dilation for w in self.windows]
 
-
-def _pool(nd: int, given: dict[str, Any], layout: Layout, into: Any, out: Any) -> _Pool | None:
-    """The pool of a call whose positions lie so, or None if there are no halos to exchange."""
+def _pool(nd: int, call: OpCall, layout: Layout, inputs: Any, results: Any) -> _Pool | None:
+    """The pool of a call whose positions have this layout; None if there are no halos to exchange."""
 
     def each(value: Any, default: list[int]) -> list[int]:
         listed = list(value) if isinstance(value, list | tuple) else [value]
         return (listed * nd if len(listed) == 1 else listed) or default
 
-    kernel = each(given["kernel_size"], [])
-    numbers = kernel, each(given["stride"], kernel), each(given["padding"], [])
-    windows = tuple(Window(*w) for w in zip(*numbers, each(given.get("dilation", 1), []), strict=True))
-    halos = halos_of(layout, windows, into[-nd:], out[-nd:])
-    if halos is None or 0 in into or 0 in out:
+    named = call.named
+    kernel = each(named["kernel_size"], [])
+    numbers = kernel, each(named["stride"], kernel), each(named["padding"], [])
+    windows = tuple(Window(*w) for w in zip(*numbers, each(named.get("dilation", 1), []), strict=True))
+    halos = split_halos(layout, windows, inputs[-nd:], results[-nd:])
+    if halos is None or 0 in inputs or 0 in results:
         return None
     split = {h.dim - (layout.ndim - nd): h for h in halos}
-    return _Pool(windows, tuple(into[-nd:]), tuple(split.get(i) for i in range(nd)), given["ceil_mode"])
-
-
-def _sums_only(layout: Layout) -> Layout:
-    """A layout in which only sums are pending: a mean of positions is linear."""
-    return layout.with_partial({a: op for a, op in layout.partial if op in ("sum", "avg")})
+    return _Pool(windows, tuple(inputs[-nd:]), tuple(split.get(i) for i in range(nd)), named["ceil_mode"])
 
 
 class _Divisors(NamedTuple):
-    """What the sum of each window is divided by: along each dim how many positions count, or one number for all."""
+    """The divisors of the windows' sums: how many positions count along each dim, or one number for all."""
 
     counts: tuple[tuple[int, ...], ...]
-    alike: int | None
+    common: int | None
 
-    def of(self, block: Tensor, ranges: Sequence[Range | None]) -> Tensor:
-        """A block of sums, or of their gradients, divided; along split dims it has these ranges of the windows."""
-        if self.alike is not None:
+    def divide(self, block: Tensor, ranges: Sequence[Range | None]) -> Tensor:
+        """Divide a block of sums, or of their gradients, with these ranges of windows along split dims."""
+        if self.common is not None:
             return block  # the kernel divides
         for i, (counts, r) in enumerate(zip(self.counts, ranges, strict=True)):
             some = counts if r is None else counts[r[0] : r[1]]
@@ -90,236 +79,201 @@ class _Divisors(NamedTuple):
             block = block / torch.tensor(some, dtype=block.dtype, device=block.device).view(shape)
         return block
 
+    def is_exact_in(self, dtype: torch.dtype) -> bool:
+        """Whether dividing sums is exact: narrow dtypes would round twice, integers divide differently."""
+        return dtype.is_floating_point if self.common is not None else dtype in (torch.float32, torch.float64)
 
-def _divisors(pool: _Pool, given: dict[str, Any], out: Sequence[int]) -> _Divisors:
+
+def _divisors(pool: _Pool, named: dict[str, Any], results: Sequence[int]) -> _Divisors:
     counts = []
-    for w, n, m in zip(pool.windows, pool.sizes, out[-len(pool.sizes) :], strict=True):
+    for w, n, m in zip(pool.windows, pool.sizes, results[-len(pool.sizes) :], strict=True):
         ends = [(i * w.stride - w.padding, i * w.stride - w.padding + w.size) for i in range(m)]
-        if given["count_include_pad"]:
+        if named["count_include_pad"]:
             counts.append(tuple(min(b, n + w.padding) - a for a, b in ends))
         else:
             counts.append(tuple(min(b, n) - max(a, 0) for a, b in ends))
-    one = math.prod(c[0] for c in counts) if all(len(set(c)) == 1 for c in counts) else None
-    return _Divisors(tuple(counts), given["divisor_override"] or one)
+    common = math.prod(c[0] for c in counts) if all(len(set(c)) == 1 for c in counts) else None
+    return _Divisors(tuple(counts), named["divisor_override"] or common)
 
 
-def _is_exact(x: DTensor, divisors: _Divisors) -> bool:
-    """In a narrow dtype a sum would be rounded before it is divided; integers are divided otherwise."""
-    if divisors.alike is not None:
-        return x.dtype.is_floating_point
-    return x.dtype in (torch.float32, torch.float64)
+def _average(func: Any, nd: int) -> Propose:
+    """Sums over windows, divided by the number of positions that count in the full tensor."""
 
-
-def _average(func: Any, nd: int) -> Maker:
-    """A mean over windows: sums, divided by what the window counts in the whole."""
-
-    def make(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-        given = named(func, args, kwargs)
-        x: DTensor = given["self"]
-        if recipe is None:
-            return None
-        layout, made = _sums_only(x._spec.layout), recipe.outputs[0]
-        pool = _pool(nd, given, layout, x.shape, made.shape)
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        x: DTensor = call.named["self"]
+        partial = {a: op for a, op in x._spec.layout.partial if op in ("sum", "avg")}  # the mean is linear
+        layout, out = x._spec.layout.with_partial(partial), resolution.outputs[0]
+        pool = _pool(nd, call, layout, x.shape, out.shape)
         if pool is None:
             return None
-        by = _divisors(pool, given, made.shape)
-        if not _is_exact(x, by):
+        divisors = _divisors(pool, call.named, out.shape)
+        if not divisors.is_exact_in(x.dtype):
             return None
-        out = recut(layout, made.shape[-nd:])
-        first, spec = plan_to(x, layout), made.with_layout(out)
-        plan = plan_exchanges(layout, [h.to_windows() for h in pool.split], x.dtype.itemsize)
+        target = resize_dims(layout, out.shape[-nd:])
 
-        def local(coord: Coord, x: Tensor) -> Tensor:
-            shape = block_shape(out, coord)
+        def compute(coord: Coord, x: Tensor) -> Tensor:
+            shape = block_shape(target, coord)
             if 0 in shape:
                 return x.new_empty(shape)
             for h in pool.split:
-                x = h.filled(coord, x)
-            y = func(x, *pool.numbers, pool.ceil, True, by.alike or 1)
-            return by.of(y, [None if h is None else h.windows[h.place(coord)] for h in pool.halos])
+                x = h.pad(coord, x)
+            sums = func(x, *pool.block_arguments, pool.ceil_mode, True, divisors.common or 1)
+            return divisors.divide(sums, [None if h is None else h.windows(coord) for h in pool.halos])
 
-        def go(*args: Any, **kwargs: Any) -> DTensor:
-            mind(func, [first, plan])
-            x = block_of(named(func, args, kwargs)["self"], first, spec.mesh)
-            return DTensor(on_mesh(spec.mesh, local, run(plan, x, spec.mesh)), spec)
+        steps = [plan_to(x, layout), plan_to_windows(pool.split, layout, x.dtype.itemsize)]
+        return block_program(call, out.with_layout(target), [Operand("self", steps)], compute)
 
-        return Offer(seconds_of([first, plan]), go, (spec,))
-
-    return make
+    return propose
 
 
-def _average_backward(func: Any, nd: int) -> Maker:
-    """A rank gets the windows that touch its positions."""
-
-    def make(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-        given = named(func, args, kwargs)
-        grad, x = given["grad_output"], given["self"]
-        if recipe is None or not isinstance(x, DTensor) or not isinstance(grad, DTensor):
+def _average_backward(func: Any, nd: int) -> Propose:
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        grad, x = call.named["grad_output"], call.named["self"]
+        if not isinstance(x, DTensor) or not isinstance(grad, DTensor):
             return None
-        layout, made = x._spec.layout.with_partial({}), recipe.outputs[0]
-        pool = _pool(nd, given, layout, x.shape, grad.shape)
+        layout, out = x._spec.layout.with_partial({}), resolution.outputs[0]
+        pool = _pool(nd, call, layout, x.shape, grad.shape)
         if pool is None:
             return None
-        by = _divisors(pool, given, grad.shape)
-        if not _is_exact(grad, by):
+        divisors = _divisors(pool, call.named, grad.shape)
+        if not divisors.is_exact_in(grad.dtype):
             return None
-        out = recut(layout, grad.shape[-nd:])
-        first, spec = plan_to(grad, out), made.with_layout(layout)
-        plan = plan_exchanges(out, [h.to_positions() for h in pool.split], grad.dtype.itemsize)
+        windows = resize_dims(layout, grad.shape[-nd:])
 
-        def local(coord: Coord, grad: Tensor) -> Tensor:
+        def compute(coord: Coord, grad: Tensor) -> Tensor:
             shape = block_shape(layout, coord)
             if 0 in grad.shape or 0 in shape:
                 return grad.new_zeros(shape)
-            wide = list(shape)
+            covered = list(shape)
             for h in pool.split:
                 low, high = h.touched(coord)[1]
-                wide[h.dim] = high - low
-            near = [None if h is None else h.near(coord) for h in pool.halos]
-            like = grad.new_empty(wide)  # of which only the shape is read
-            into: Tensor = func(by.of(grad, near), like, *pool.numbers, pool.ceil, True, by.alike or 1)
+                covered[h.dim] = high - low
+            terms = divisors.divide(grad, [None if h is None else h.touching(coord) for h in pool.halos])
+            like = grad.new_empty(covered)  # only its shape is read
+            result: Tensor = func(
+                terms, like, *pool.block_arguments, pool.ceil_mode, True, divisors.common or 1
+            )
             for h in pool.split:
-                into = h.kept(coord, into)
-            return into
+                result = h.crop(coord, result)
+            return result
 
-        def go(*args: Any, **kwargs: Any) -> DTensor:
-            mind(func, [first, plan])
-            grad = block_of(named(func, args, kwargs)["grad_output"], first, spec.mesh)
-            return DTensor(on_mesh(spec.mesh, local, run(plan, grad, spec.mesh)), spec)
+        steps = [plan_to(grad, windows), plan_to_positions(pool.split, windows, grad.dtype.itemsize)]
+        return block_program(call, out.with_layout(layout), [Operand("grad_output", steps)], compute)
 
-        return Offer(seconds_of([first, plan]), go, (spec,))
-
-    return make
+    return propose
 
 
-def _places(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The position along each dim of an index into them all."""
-    out: list[Tensor] = []
+def _unravel(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The position along each dim of an index into the flattened dims."""
+    positions: list[Tensor] = []
     for n in reversed(sizes):
-        out.insert(0, index % n)
+        positions.insert(0, index % n)
         index = index // n
-    return out
+    return positions
 
 
-def _index(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    index = places[0]
-    for place, n in zip(places[1:], sizes[1:], strict=True):
-        index = index * n + place
+def _ravel(positions: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    index = positions[0]
+    for position, n in zip(positions[1:], sizes[1:], strict=True):
+        index = index * n + position
     return index
 
 
-def _maximum(func: Any, nd: int) -> Maker:
-    """A maximum over windows, and where it is in the whole."""
+def _maximum(func: Any, nd: int) -> Propose:
+    """A maximum over windows, and its index in the full tensor."""
 
-    def make(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-        given = named(func, args, kwargs)
-        x: DTensor = given["self"]
-        if recipe is None or not x.dtype.is_floating_point:
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        x: DTensor = call.named["self"]
+        if not x.dtype.is_floating_point:
             return None
-        layout, made = x._spec.layout.with_partial({}), recipe.outputs
-        pool = _pool(nd, given, layout, x.shape, made[0].shape)
+        layout, outs = x._spec.layout.with_partial({}), resolution.outputs
+        pool = _pool(nd, call, layout, x.shape, outs[0].shape)
         if pool is None:
             return None
-        out = recut(layout, made[0].shape[-nd:])
-        first, specs = plan_to(x, layout), tuple(m.with_layout(out) for m in made)
-        plan = plan_exchanges(layout, [h.to_windows() for h in pool.split], x.dtype.itemsize)
+        target = resize_dims(layout, outs[0].shape[-nd:])
+        dilation = [w.dilation for w in pool.windows]
 
-        def local(coord: Coord, x: Tensor) -> list[Tensor]:
-            shape = block_shape(out, coord)
+        def compute(coord: Coord, x: Tensor) -> list[Tensor]:
+            shape = block_shape(target, coord)
             if 0 in shape:
                 return [x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)]
             for h in pool.split:
-                x = h.filled(coord, x, -math.inf)
-            top, at = func(x, *pool.numbers, pool.dilation, pool.ceil)
-            places = _places(at, x.shape[-nd:])
+                x = h.pad(coord, x, -math.inf)
+            values, index = func(x, *pool.block_arguments, dilation, pool.ceil_mode)
+            positions = _unravel(index, x.shape[-nd:])
             for i, halo in enumerate(pool.halos):
                 if halo is not None:
-                    places[i] = _in_the_whole(places[i], halo, coord)
-            return [top, _index(places, pool.sizes)]
+                    positions[i] = _global_position(positions[i], halo, coord)
+            return [values, _ravel(positions, pool.sizes)]
 
-        mesh = recipe.mesh
+        steps = [plan_to(x, layout), plan_to_windows(pool.split, layout, x.dtype.itemsize)]
+        specs = [out.with_layout(target) for out in outs]
+        return block_program(call, specs, [Operand("self", steps)], compute)
 
-        def go(*args: Any, **kwargs: Any) -> tuple[DTensor, ...]:
-            mind(func, [first, plan])
-            x = block_of(named(func, args, kwargs)["self"], first, mesh)
-            made = on_mesh(mesh, local, run(plan, x, mesh))
-            return tuple(DTensor(b, spec) for b, spec in zip(made, specs, strict=True))
-
-        return Offer(seconds_of([first, plan]), go, specs)
-
-    return make
+    return propose
 
 
-def _in_the_whole(place: Tensor, h: Halo, coord: Coord) -> Tensor:
-    """A position in a filled block as one in the whole.
+def _global_position(position: Tensor, h: Halo, coord: Coord) -> Tensor:
+    """The position in the dim of a position in a padded block.
 
-    What was filled in wins only where all is as low; then the kernel says the first position that there is.
+    Padding is the maximum only if the entire window is -inf; torch then returns its first one in the dim.
     """
-    place = place + h.covered(coord)[0][0]
+    position = position + h.covered(coord)[0][0]
     step = h.window.dilation
-    return torch.where(place < 0, place % step, place) if step > 1 else place.clamp(min=0)
+    return torch.where(position < 0, position % step, position) if step > 1 else position.clamp(min=0)
 
 
-def _maximum_backward(func: Any, nd: int) -> Maker:
-    """A rank gets the windows that touch its positions, and keeps what has its maximum there."""
+def _maximum_backward(func: Any, nd: int) -> Propose:
+    """Each rank gets the windows that touch its positions, and adds up those with their maximum there."""
 
-    def make(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-        given = named(func, args, kwargs)
-        grad, x, indices = given["grad_output"], given["self"], given["indices"]
-        if recipe is None or not all(isinstance(t, DTensor) for t in (grad, x, indices)):
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        grad, x, indices = (call.named[name] for name in ("grad_output", "self", "indices"))
+        if not all(isinstance(t, DTensor) for t in (grad, x, indices)):
             return None
-        layout, made = x._spec.layout.with_partial({}), recipe.outputs[0]
-        pool = _pool(nd, given, layout, x.shape, grad.shape)
+        layout, out = x._spec.layout.with_partial({}), resolution.outputs[0]
+        pool = _pool(nd, call, layout, x.shape, grad.shape)
         if pool is None:
             return None
-        out = recut(layout, grad.shape[-nd:])
-        moves, spec = [h.to_positions() for h in pool.split], made.with_layout(layout)
-        first = [plan_to(grad, out), plan_to(indices, out)]
-        then = [plan_exchanges(out, moves, t.dtype.itemsize) for t in (grad, indices)]
+        windows = resize_dims(layout, grad.shape[-nd:])
 
-        def local(coord: Coord, grad: Tensor, indices: Tensor) -> Tensor:
+        def compute(coord: Coord, grad: Tensor, indices: Tensor) -> Tensor:
             shape = block_shape(layout, coord)
-            into = grad.new_zeros(shape)
+            result = grad.new_zeros(shape)
             if 0 in grad.shape or 0 in shape:
-                return into
-            places = _places(indices, pool.sizes)
-            here = torch.ones_like(indices, dtype=torch.bool)
+                return result
+            positions = _unravel(indices, pool.sizes)
+            is_own = torch.ones_like(indices, dtype=torch.bool)
             for i, h in enumerate(pool.halos):
                 if h is not None:
-                    low, high = h.positions[h.place(coord)]
-                    here &= (places[i] >= low) & (places[i] < high)
-                    places[i] = places[i] - low
-            at = _index(places, shape[-nd:]).masked_fill(~here, 0)
-            into.flatten(-nd).scatter_add_(-1, at.flatten(-nd), grad.masked_fill(~here, 0).flatten(-nd))
-            return into
+                    low, high = h.positions(coord)
+                    is_own &= (positions[i] >= low) & (positions[i] < high)
+                    positions[i] = positions[i] - low
+            index = _ravel(positions, shape[-nd:]).masked_fill(~is_own, 0)
+            terms = grad.masked_fill(~is_own, 0)
+            result.flatten(-nd).scatter_add_(-1, index.flatten(-nd), terms.flatten(-nd))
+            return result
 
-        def go(*args: Any, **kwargs: Any) -> DTensor:
-            mind(func, [*first, *then])
-            given = named(func, args, kwargs)
-            pairs = zip((given["grad_output"], given["indices"]), first, then, strict=True)
-            blocks = [run(b, block_of(t, a, spec.mesh), spec.mesh) for t, a, b in pairs]
-            return DTensor(on_mesh(spec.mesh, local, *blocks), spec)
+        operands = [
+            Operand(name, [plan_to(t, windows), plan_to_positions(pool.split, windows, t.dtype.itemsize)])
+            for name, t in (("grad_output", grad), ("indices", indices))
+        ]
+        return block_program(call, out.with_layout(layout), operands, compute)
 
-        return Offer(seconds_of([*first, *then]), go, (spec,))
-
-    return make
+    return propose
 
 
-_MAKERS: dict[str, Callable[[Any, int], Maker]] = {
-    "avg_pool#d": _average,
-    "avg_pool#d_backward": _average_backward,
-    "max_pool#d_with_indices": _maximum,
-    "max_pool#d_with_indices_backward": _maximum_backward,
+ALTERNATIVES: dict[Any, Propose] = {
+    op: make(op, nd)
+    for nd in (2, 3)
+    for name, make in (
+        (f"avg_pool{nd}d", _average),
+        (f"avg_pool{nd}d_backward", _average_backward),
+        (f"max_pool{nd}d_with_indices", _maximum),
+        (f"max_pool{nd}d_with_indices_backward", _maximum_backward),
+    )
+    for op in [getattr(aten, name).default]
 }
-
-
-def _offers() -> dict[Any, Maker]:
-    out: dict[Any, Maker] = {}
-    for name, make in _MAKERS.items():
-        for nd in (2, 3):
-            op = getattr(aten, name.replace("#", str(nd))).default
-            out[op] = make(op, nd)
-    return out
-
-
-OFFERS: dict[Any, Maker] = _offers()

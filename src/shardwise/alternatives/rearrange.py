@@ -1,186 +1,181 @@
-"""Ops that put positions of a split dim elsewhere: a rank gets the ranges that its block of the result is made of."""
+"""Ops that move positions of a split dim: each rank gets the ranges that make up its block of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer
-from shardwise.alternatives.exchange import by_exchange, named, plain_axes, plan_to, with_size
-from shardwise.call.resolve import Prepared
-from shardwise.comm import Coord
-from shardwise.comm import block_of as block_at
-from shardwise.layout import Layout, Spec
-from shardwise.plan import Move, plan_exchanges
-from shardwise.plan.exchange import Range, Ranges, chunked, place_of
+from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.exchange import Operand, SplitDim, block_program, clamp_range, plan_to, split_dim
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
+from shardwise.comm import Coord, block_of
+from shardwise.layout import Layout
+from shardwise.plan import Move, Plan, plan_exchanges
+from shardwise.plan.exchange import Range, Ranges
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["OFFERS"]
+__all__ = ["ALTERNATIVES"]
 
 aten = torch.ops.aten
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
-_Goes = Callable[[Range], Ranges]  # where a range of a dim is in the result
+_Target = Callable[[Range], Ranges]  # where a range of a dim is in the result
 
 
-def _at(coord: Coord, layout: Layout, axes: tuple[int, ...]) -> int:
-    return place_of(coord, axes, layout.axes)
-
-
-def _rearranged(
-    func: Any, x: DTensor, out: Spec, goes: dict[int, _Goes], before: Callable[..., Tensor] | None = None
-) -> Offer | None:
-    """An offer for an op that puts ranges of some dims elsewhere, after what it does to each block by itself."""
-    layout = x._spec.layout
-    moves = []
-    for d, to in goes.items():
-        axes = plain_axes(layout, d)
-        if axes is None:
+def _plan(x: DTensor, targets: dict[int, _Target]) -> Plan | None:
+    """The plan that moves ranges of some dims to their targets; None if axes split only a factor of a dim."""
+    layout, moves = x._spec.layout, []
+    for d, target in targets.items():
+        split = split_dim(layout, d)
+        if split is None:
             return None
-        ranges = chunked(x.shape[d], axes, layout.axes)
-        moves.append(Move(d, axes, tuple(map(to, ranges)), tuple((r,) for r in ranges)))
-    plan = plan_exchanges(layout, moves, x.dtype.itemsize)
-    return by_exchange(func, plan, [out.with_layout(layout)], before=before)
+        ranges = split.ranges(x.shape[d])
+        moves.append(Move(d, split.axes, tuple(map(target, ranges)), tuple((r,) for r in ranges)))
+    return plan_exchanges(layout, moves, x.dtype.itemsize)
 
 
-def _roll(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """A ring turned: a rank's range becomes another, or two where it goes round the end."""
-    if recipe is None:
-        return None
-    given = named(aten.roll.default, args, kwargs)
-    x: DTensor = given["self"]
-    turned: dict[int, int] = {}
-    for d, shift in zip(given["dims"], given["shifts"], strict=False):
-        turned[d % x.dim()] = turned.get(d % x.dim(), 0) + shift
+@requires_rule
+def _roll(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """A rank's range becomes another one, or two where it wraps around the end."""
+    x: DTensor = call.named["self"]
+    shifts: dict[int, int] = {}
+    for d, shift in zip(call.named["dims"], call.named["shifts"], strict=False):
+        shifts[d % x.dim()] = shifts.get(d % x.dim(), 0) + shift
 
-    def way(n: int, shift: int) -> _Goes:
-        def to(r: Range) -> Ranges:
+    def target(n: int, shift: int) -> _Target:
+        def roll(r: Range) -> Ranges:
             low, length = (r[0] + shift) % max(n, 1), r[1] - r[0]
             first = min(length, n - low)
             return ((low, low + first), (0, length - first)) if length > first else ((low, low + length),)
 
-        return to
+        return roll
 
-    if not turned:
-        return None  # of the tensor flattened
-    ways = {d: way(x.shape[d], shift) for d, shift in turned.items()}
-    return _rearranged(aten.roll.default, x, recipe.outputs[0], ways)
-
-
-def _flip(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """A rank flips its block, which is then the range from the other end."""
-    if recipe is None:
+    # without dims the flattened tensor is rolled
+    plan = _plan(x, {d: target(x.shape[d], shift) for d, shift in shifts.items()}) if shifts else None
+    if plan is None:
         return None
-    given = named(aten.flip.default, args, kwargs)
-    x: DTensor = given["self"]
-    dims = [d % x.dim() for d in given["dims"]]
+    return block_program(call, resolution.outputs[0].with_layout(x._spec.layout), [Operand("self")], plan)
 
-    def way(n: int) -> _Goes:
+
+@requires_rule
+def _flip(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Each rank flips its block, which is then the range at the same distance from the other end."""
+    x: DTensor = call.named["self"]
+    dims = [d % x.dim() for d in call.named["dims"]]
+
+    def target(n: int) -> _Target:
         return lambda r: ((n - r[1], n - r[0]),)
 
-    return _rearranged(
-        aten.flip.default,
-        x,
-        recipe.outputs[0],
-        {d: way(x.shape[d]) for d in dims},
-        before=lambda coord, block: block.flip(dims),
-    )
+    plan = _plan(x, {d: target(x.shape[d]) for d in dims})
+    if plan is None:
+        return None
+    spec = resolution.outputs[0].with_layout(x._spec.layout)
+    return block_program(call, spec, [Operand("self")], lambda coord, block: block.flip(dims), plan)
 
 
-def _pad(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """Ranges shift by the padding, and those at the ends pad what they get; negative padding cuts off."""
-    if recipe is None:
+class _Padding(NamedTuple):
+    """The padding of a dim of `size` positions to `padded`, `left` of them in front; negative ones crop."""
+
+    split: SplitDim
+    left: int
+    size: int
+    padded: int
+
+    def kept(self, r: Range) -> Range:
+        """The part of a range of the result that is not padding."""
+        return clamp_range(r, max(self.left, 0), min(self.left + self.size, self.padded))
+
+    def owned(self, r: Range) -> Range:
+        """The range of the result that a range of the dim becomes."""
+        return self.kept((r[0] + self.left, r[1] + self.left))
+
+    def move(self) -> Move:
+        owned = [self.owned(r) for r in self.split.ranges(self.size)]
+        return self.split.move(owned, [self.kept(r) for r in self.split.ranges(self.padded)])
+
+    def crop(self, coord: Coord, block: Tensor) -> Tensor:
+        """The part of a block that is in the result."""
+        block_range = self.split.ranges(self.size)[self.split.position(coord)]
+        low, high = self.owned(block_range)
+        return block.narrow(self.split.dim, low - self.left - block_range[0] if high > low else 0, high - low)
+
+    def amounts(self, coord: Coord) -> list[int]:
+        """The padding on both sides of what a rank has received."""
+        start, end = self.split.ranges(self.padded)[self.split.position(coord)]
+        low, high = self.kept((start, end))
+        return [low - start, end - high] if high > low else [end - start, 0]
+
+
+@requires_rule
+def _pad(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Ranges shift by the padding, and the ranks at the ends pad what they receive."""
+    x: DTensor = call.named["self"]
+    pad, value = call.named["pad"], call.named["value"]
+    source, out = x._spec.layout, resolution.outputs[0]
+    if source.partial and value != 0:
         return None
-    given = named(aten.constant_pad_nd.default, args, kwargs)
-    x: DTensor = given["self"]
-    source, layout, out = x._spec.layout, x._spec.layout, recipe.outputs[0]
-    if source.partial and given["value"] != 0:
-        return None
-    value = given["value"]
-    pads = {x.dim() - 1 - i // 2: given["pad"][i : i + 2] for i in range(0, len(given["pad"]), 2)}
-    moves, cuts = [], {}
-    for d, (left, _) in pads.items():
-        axes = plain_axes(layout, d)
-        if axes is None:
+    target, dims = source, []
+    for i in range(0, len(pad), 2):
+        d = x.dim() - 1 - i // 2
+        split = split_dim(source, d)
+        if split is None:
             return None
-        n, m = x.shape[d], out.shape[d]
-        low, high = max(left, 0), min(left + n, m)  # where the tensor lies in the result
-        shifted = [_clamped((a + left, b + left), low, high) for a, b in chunked(n, axes, layout.axes)]
-        wanted = [_clamped(r, low, high) for r in chunked(m, axes, layout.axes)]
-        moves.append(Move(d, axes, tuple((r,) for r in shifted), tuple((r,) for r in wanted)))
-        cuts[d] = (axes, chunked(n, axes, layout.axes), shifted, chunked(m, axes, layout.axes), wanted)
-        layout = with_size(layout, d, m, axes)
+        dims.append(_Padding(split, pad[i], x.shape[d], out.shape[d]))
+        target = split.resize(target, out.shape[d])
 
-    def before(coord: Coord, block: Tensor) -> Tensor:
-        for d, (axes, ours, shifted, *_) in cuts.items():
-            here = _at(coord, source, axes)
-            (low, high), left = shifted[here], pads[d][0]
-            block = block.narrow(d, low - left - ours[here][0] if high > low else 0, high - low)
+    def crop(coord: Coord, block: Tensor) -> Tensor:
+        for p in dims:
+            block = p.crop(coord, block)
         return block
 
-    def after(coord: Coord, block: Tensor) -> Tensor:
-        amounts = [0] * (2 * block.dim())
-        for d, (axes, _, _, mine, wanted) in cuts.items():
-            here = _at(coord, source, axes)
-            (a, b), (low, high) = mine[here], wanted[here]
-            at = 2 * (block.dim() - 1 - d)
-            amounts[at : at + 2] = [low - a, b - high] if high > low else [b - a, 0]
+    def fill(coord: Coord, block: Tensor) -> Tensor:
+        amounts = [n for p in dims for n in p.amounts(coord)]
         return aten.constant_pad_nd.default(block, amounts, value)  # type: ignore[no-any-return]
 
-    plan = plan_exchanges(source, moves, x.dtype.itemsize)
-    return by_exchange(
-        aten.constant_pad_nd.default, plan, [out.with_layout(layout)], before=before, after=after
-    )
+    exchange = plan_exchanges(source, [p.move() for p in dims], x.dtype.itemsize)
+    return block_program(call, out.with_layout(target), [Operand("self")], crop, exchange, fill)
 
 
-def _clamped(r: Range, low: int, high: int) -> Range:
-    first = min(max(r[0], low), max(high, low))
-    return first, max(min(r[1], high), first)
-
-
-def _cat(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """Blocks put together on the spot are ranges of the result, which then go where they belong."""
-    if recipe is None:
+@requires_rule
+def _cat(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Each rank concatenates its blocks; they are ranges of the result, which then move to their owners."""
+    tensors, out = call.named["tensors"], resolution.outputs[0]
+    d = call.named["dim"] % len(out.shape)
+    # torch ignores empty tensors of one dim
+    used = [i for i, t in enumerate(tensors) if t.dim() == len(out.shape)]
+    lead = max((i for i in used if _split_of(tensors[i], d)), key=lambda i: tensors[i].numel(), default=None)
+    split = None if lead is None else _split_of(tensors[lead], d)
+    if split is None or any(t.dtype != out.dtype for t in tensors):
         return None
-    given, out = named(aten.cat.default, args, kwargs), recipe.outputs[0]
-    d, tensors = given["dim"] % len(out.shape), given["tensors"]
-    # empty ones of one dim are let pass
-    there = [i for i, t in enumerate(tensors) if t.dim() == len(out.shape)]
-    lead = max(
-        (t for t in (tensors[i] for i in there) if isinstance(t, DTensor) and plain_axes(t._spec.layout, d)),
-        key=lambda t: t.numel(),
-        default=None,
-    )
-    if lead is None or any(t.dtype != out.dtype for t in tensors):
-        return None
-    layout = lead._spec.layout
-    axes = plain_axes(layout, d) or ()
+    layout: Layout = tensors[lead]._spec.layout
     is_plain = [not isinstance(t, DTensor) for t in tensors]
     if any(op not in ("sum", "avg") for _, op in layout.partial) or (layout.partial and any(is_plain)):
         return None
-    lie = {i: with_size(layout, d, tensors[i].shape[d], axes) for i in there}
-    first = [plan_to(t, lie[i]) if i in lie else None for i, t in enumerate(tensors)]
-    sizes = [tensors[i].shape[d] for i in there]
-    cuts = [chunked(size, axes, layout.axes) for size in sizes]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    wanted = tuple((r,) for r in chunked(out.shape[d], axes, layout.axes))
-    owned = tuple(
-        tuple((s + c[i][0], s + c[i][1]) for s, c in zip(starts, cuts, strict=True))
-        for i in range(len(wanted))
+    sizes = [tensors[i].shape[d] for i in used]
+    layouts = {i: split.resize(layout, size) for i, size in zip(used, sizes, strict=True)}
+    wanted = tuple((r,) for r in split.ranges(out.shape[d]))
+
+    def concatenate(coord: Coord, *blocks: Tensor) -> Tensor:
+        pairs = zip(used, blocks, strict=True)
+        return torch.cat([block_of(b, layouts[i], coord) if is_plain[i] else b for i, b in pairs], d)
+
+    target = split.resize(layout, out.shape[d])
+    exchange = plan_exchanges(
+        target, [Move(d, split.axes, split.part_ranges(sizes), wanted)], out.dtype.itemsize
     )
-    after = with_size(layout, d, out.shape[d], axes)
-    plan = plan_exchanges(after, [Move(d, axes, owned, wanted)], out.dtype.itemsize)
-
-    def before(coord: Coord, *blocks: Tensor) -> Tensor:
-        return torch.cat([block_at(blocks[i], lie[i], coord) if is_plain[i] else blocks[i] for i in there], d)
-
-    return by_exchange(aten.cat.default, plan, [out.with_layout(after)], first=first, before=before)
+    operands = [Operand("tensors", [plan_to(tensors[i], layouts[i])], position=i) for i in used]
+    return block_program(call, out.with_layout(target), operands, concatenate, exchange)
 
 
-OFFERS: dict[Any, Maker] = {
+def _split_of(t: Tensor, d: int) -> SplitDim | None:
+    """How a dim is split; None also if it is not."""
+    split = split_dim(t._spec.layout, d) if isinstance(t, DTensor) else None
+    return split if split is not None and split.axes else None
+
+
+ALTERNATIVES: dict[Any, Propose] = {
     aten.roll.default: _roll,
     aten.flip.default: _flip,
     aten.constant_pad_nd.default: _pad,

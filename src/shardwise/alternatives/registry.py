@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.alternatives import statistics
+from shardwise.alternatives import (
+    argmax,
+    convolution,
+    embedding,
+    losses,
+    normalization,
+    pooling,
+    rearrange,
+    resample,
+    slicing,
+    statistics,
+    unfold,
+)
 from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 
 __all__ = ["ALTERNATIVES", "FAMILIES", "propose_alternative"]
 
-FAMILIES = (statistics,)
+FAMILIES = (
+    statistics, slicing, rearrange, unfold, convolution, pooling, resample, normalization, losses, argmax, embedding,
+)  # fmt: skip
 ALTERNATIVES: dict[Any, Propose] = {
     op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()
 }

@@ -1,223 +1,176 @@
-"""Slices, positions and splits of a split dim: a rank gets the part of them that its block of the result has."""
+"""Slices, single positions and splits of a split dim: each rank gets its block of the result."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Maker, Offer, seconds_of
-from shardwise.alternatives.exchange import block_of, by_exchange, named, plain_axes, plan_to, with_size
-from shardwise.call.resolve import Prepared
-from shardwise.comm import Coord, on_mesh, run
+from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.exchange import Operand, SplitDim, block_program, plan_to, split_dim
+from shardwise.call.op_call import OpCall
+from shardwise.call.resolve import Resolution
+from shardwise.comm import Coord
 from shardwise.layout import Layout, block_shape
 from shardwise.plan import Move, plan_exchanges
-from shardwise.plan.exchange import Range, chunked, place_of
+from shardwise.plan.exchange import Range
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.policy import mind
 
-__all__ = ["OFFERS"]
+__all__ = ["ALTERNATIVES"]
 
 aten = torch.ops.aten
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
 
 
-def _at(coord: Coord, layout: Layout, axes: tuple[int, ...]) -> int:
-    return place_of(coord, axes, layout.axes)
+class _Slice(NamedTuple):
+    """A slice of a split dim: its start, step and length, and the range of the dim in each rank's block."""
 
-
-class _Taken(NamedTuple):
-    """A slice of a dim that is split: where it begins, its step and length, and what each rank has of the dim."""
-
-    dim: int
-    axes: tuple[int, ...]
+    split: SplitDim
     start: int
     step: int
     length: int
-    every: tuple[Range, ...]
+    blocks: tuple[Range, ...]
 
-    def within(self, r: Range) -> Range:
-        """The positions of the slice that lie in a range of the dim."""
-        first, last = (min(max(-((self.start - e) // self.step), 0), self.length) for e in r)
+    def part(self, r: Range) -> Range:
+        """The positions of the slice that are in a range of the dim."""
+        first, last = (min(max(-((self.start - end) // self.step), 0), self.length) for end in r)
         return first, last
 
-    def to_slice(self, layout: Layout) -> Move:
-        """What the dim has of the slice is cut anew."""
-        wanted = tuple((r,) for r in chunked(self.length, self.axes, layout.axes))
-        return Move(self.dim, self.axes, tuple((self.within(r),) for r in self.every), wanted)
+    @property
+    def parts(self) -> list[Range]:
+        """The positions of the slice that are in each rank's block of the dim."""
+        return [self.part(r) for r in self.blocks]
 
-    def cut(self, block: Tensor, place: int) -> Tensor:
-        """What a rank's block of the whole has of the slice."""
-        first, last = self.within(self.every[place])
-        if last <= first:
-            return block.narrow(self.dim, 0, 0)
-        at = self.start + first * self.step - self.every[place][0]
-        return block[self._there(at, last - first)]
+    def to_slice(self) -> Move:
+        """The exchange from the parts that the blocks of the dim contain to even blocks of the slice."""
+        return self.split.move(self.parts, self.split.ranges(self.length))
 
-    def _there(self, at: int, count: int) -> tuple[slice, ...]:
-        whole = (slice(None),) * self.dim
-        return (*whole, slice(at, at + (count - 1) * self.step + 1, self.step))
+    def to_dim(self) -> Move:
+        """The reverse exchange."""
+        return self.split.move(self.split.ranges(self.length), self.parts)
 
-    def to_whole(self, layout: Layout) -> Move:
-        """What is in the slice goes where the dim has it."""
-        owned = tuple((r,) for r in chunked(self.length, self.axes, layout.axes))
-        return Move(self.dim, self.axes, owned, tuple((self.within(r),) for r in self.every))
-
-    def set_into(self, whole: Tensor, block: Tensor, place: int) -> Tensor:
-        """The part of the slice that a rank got, set into its block of the whole."""
-        mine = self.every[place]
-        first, last = self.within(mine)
-        if last > first:
-            at = self.start + first * self.step - mine[0]
-            whole[self._there(at, last - first)] = block
-        return whole
+    def locate(self, coord: Coord) -> tuple[slice, ...]:
+        """The index of the slice's elements in a rank's block of the dim."""
+        block = self.blocks[self.split.position(coord)]
+        first, last = self.part(block)
+        low = self.start + first * self.step - block[0]
+        high = low + (last - first - 1) * self.step + 1
+        here = slice(low, high, self.step) if last > first else slice(0, 0)
+        return (*(slice(None),) * self.split.dim, here)
 
 
-def _taken(given: dict[str, Any], layout: Layout, n: int, count: int) -> _Taken | None:
-    """The slice of a dim of size `n` in a tensor that lies so."""
-    d = given["dim"] % layout.ndim
-    axes = plain_axes(layout, d)
-    if axes is None:
+def _slice_of(call: OpCall, layout: Layout, full: Sequence[int], part: Sequence[int]) -> _Slice | None:
+    """The slice of a call, given the layout and both shapes; None if axes split only a factor of the dim."""
+    d = call.named["dim"] % layout.ndim
+    split, step = split_dim(layout, d), call.named["step"]
+    if split is None:
         return None
-    step = given["step"]
-    start = range(n)[given["start"] : given["end"] : step].start
-    return _Taken(d, axes, start, step, count, chunked(n, axes, layout.axes))
+    start = range(full[d])[call.named["start"] : call.named["end"] : step].start
+    return _Slice(split, start, step, part[d], split.ranges(full[d]))
 
 
-def _slice(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """A slice of a split dim: a rank gives what it has of it, which is a range of the result."""
-    if recipe is None:
+@requires_rule
+def _slice(call: OpCall, resolution: Resolution) -> Alternative | None:
+    x: DTensor = call.named["self"]
+    layout, out = x._spec.layout, resolution.outputs[0]
+    piece = _slice_of(call, layout, x.shape, out.shape)
+    if piece is None:
         return None
-    given = named(aten.slice.Tensor, args, kwargs)
-    x: DTensor = given["self"]
-    layout, d, out = x._spec.layout, given["dim"] % x.dim(), recipe.outputs[0]
-    taken = _taken(given, layout, x.shape[d], out.shape[d])
-    if taken is None:
-        return None
-    plan = plan_exchanges(layout, [taken.to_slice(layout)], x.dtype.itemsize)
-
-    def before(coord: Coord, block: Tensor) -> Tensor:
-        return taken.cut(block, _at(coord, layout, taken.axes))
-
-    kept = with_size(layout, d, out.shape[d], taken.axes)
-    return by_exchange(aten.slice.Tensor, plan, [out.with_layout(kept)], before=before)
-
-
-def _slice_backward(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """The way back: a rank gets what lies in its range of the whole, and sets it into zeros."""
-    if recipe is None:
-        return None
-    given = named(aten.slice_backward.default, args, kwargs)
-    grad: DTensor = given["grad_output"]
-    layout, out = grad._spec.layout, recipe.outputs[0]
-    d = given["dim"] % grad.dim()
-    taken = _taken(given, layout, out.shape[d], grad.shape[d])
-    if taken is None:
-        return None
-    plan = plan_exchanges(layout, [taken.to_whole(layout)], grad.dtype.itemsize)
-    kept = with_size(layout, d, out.shape[d], taken.axes)
-
-    def after(coord: Coord, block: Tensor) -> Tensor:
-        return taken.set_into(
-            block.new_zeros(block_shape(kept, coord)), block, _at(coord, layout, taken.axes)
-        )
-
-    return by_exchange(aten.slice_backward.default, plan, [out.with_layout(kept)], after=after)
-
-
-def _slice_scatter(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """The same, set into what a rank has."""
-    if recipe is None:
-        return None
-    given = named(aten.slice_scatter.default, args, kwargs)
-    x, src = given["self"], given["src"]
-    if not isinstance(x, DTensor) or not isinstance(src, DTensor) or x.dtype != src.dtype:
-        return None
-    layout, d = x._spec.layout, given["dim"] % x.dim()
-    taken = _taken(given, layout, x.shape[d], src.shape[d])
-    if taken is None or any(op not in ("sum", "avg") for _, op in layout.partial):
-        return None
-    lie = with_size(layout, d, src.shape[d], taken.axes)
-    first = plan_to(src, lie)
-    plan = plan_exchanges(lie, [taken.to_whole(layout)], src.dtype.itemsize)
-    spec = recipe.outputs[0].with_layout(layout)
-
-    def local(coord: Coord, whole: Tensor, block: Tensor) -> Tensor:
-        return taken.set_into(whole.clone(), block, _at(coord, layout, taken.axes))
-
-    def go(*args: Any, **kwargs: Any) -> DTensor:
-        given = named(aten.slice_scatter.default, args, kwargs)
-        mind(aten.slice_scatter.default, [first, plan])
-        block = run(plan, block_of(given["src"], first, spec.mesh), spec.mesh)
-        return DTensor(on_mesh(spec.mesh, local, given["self"]._local_tensor, block), spec)
-
-    return Offer(seconds_of([first, plan]), go, (spec,))
-
-
-def _select(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-    """One position of a split dim: all want it, and only its owner sends."""
-    if recipe is None:
-        return None
-    given = named(aten.select.int, args, kwargs)
-    x: DTensor = given["self"]
-    layout, d = x._spec.layout, given["dim"] % x.dim()
-    axes = plain_axes(layout, d)
-    if axes is None:
-        return None
-    i = given["index"] % x.shape[d]
-    owned = tuple((r,) for r in chunked(x.shape[d], axes, layout.axes))
-    plan = plan_exchanges(layout, [Move(d, axes, owned, (((i, i + 1),),) * len(owned))], x.dtype.itemsize)
-    kept = layout.with_dims([dim for e, dim in enumerate(layout.dims) if e != d])
-    return by_exchange(
-        aten.select.int,
-        plan,
-        [recipe.outputs[0].with_layout(kept)],
-        after=lambda coord, block: block.squeeze(d),
+    exchange = plan_exchanges(layout, [piece.to_slice()], x.dtype.itemsize)
+    spec = out.with_layout(piece.split.resize(layout, piece.length))
+    return block_program(
+        call, spec, [Operand("self")], lambda coord, block: block[piece.locate(coord)], exchange
     )
 
 
-def _split(func: Any) -> Maker:
-    """Several parts of a split dim at once, each cut anew."""
+@requires_rule
+def _slice_backward(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Each rank writes the part of the gradient that belongs to its block into zeros."""
+    grad: DTensor = call.named["grad_output"]
+    layout, out = grad._spec.layout, resolution.outputs[0]
+    piece = _slice_of(call, layout, out.shape, grad.shape)
+    if piece is None:
+        return None
+    target = piece.split.resize(layout, out.shape[piece.split.dim])
 
-    def make(args: _Args, kwargs: _Kwargs, recipe: Prepared | None) -> Offer | None:
-        if recipe is None:
-            return None
-        given = named(func, args, kwargs)
-        x: DTensor = given["self"]
-        layout, d = x._spec.layout, given["dim"] % x.dim()
-        axes = plain_axes(layout, d)
-        if axes is None:
-            return None
-        sizes = [out.shape[d] for out in recipe.outputs]
-        cuts = [chunked(size, axes, layout.axes) for size in sizes]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        owned = tuple((r,) for r in chunked(x.shape[d], axes, layout.axes))
-        wanted = tuple(
-            tuple((s + c[i][0], s + c[i][1]) for s, c in zip(starts, cuts, strict=True))
-            for i in range(len(owned))
-        )
-        plan = plan_exchanges(layout, [Move(d, axes, owned, wanted)], x.dtype.itemsize)
+    def write(coord: Coord, block: Tensor) -> Tensor:
+        full = block.new_zeros(block_shape(target, coord))
+        full[piece.locate(coord)] = block
+        return full
 
-        def after(coord: Coord, block: Tensor) -> list[Tensor]:
-            here = _at(coord, layout, axes)
-            return list(block.split([c[here][1] - c[here][0] for c in cuts], d))
-
-        specs = [
-            out.with_layout(with_size(layout, d, n, axes))
-            for out, n in zip(recipe.outputs, sizes, strict=True)
-        ]
-        return by_exchange(func, plan, specs, after=after, listed=True)
-
-    return make
+    exchange = plan_exchanges(layout, [piece.to_dim()], grad.dtype.itemsize)
+    return block_program(call, out.with_layout(target), [Operand("grad_output")], exchange, write)
 
 
-OFFERS: dict[Any, Maker] = {
+@requires_rule
+def _slice_scatter(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """Each rank writes the part of the source that belongs to its block into a copy of the block."""
+    x, src = call.named["self"], call.named["src"]
+    if not isinstance(x, DTensor) or not isinstance(src, DTensor) or x.dtype != src.dtype:
+        return None
+    layout = x._spec.layout
+    piece = _slice_of(call, layout, x.shape, src.shape)
+    if piece is None or any(op not in ("sum", "avg") for _, op in layout.partial):
+        return None
+    source = piece.split.resize(layout, piece.length)
+
+    def write(coord: Coord, full: Tensor, block: Tensor) -> Tensor:
+        full = full.clone()
+        full[piece.locate(coord)] = block
+        return full
+
+    exchange = plan_exchanges(source, [piece.to_dim()], src.dtype.itemsize)
+    operands = [Operand("self"), Operand("src", [plan_to(src, source), exchange])]
+    return block_program(call, resolution.outputs[0].with_layout(layout), operands, write)
+
+
+@requires_rule
+def _select(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """All ranks want one position of a split dim, and only its owner sends."""
+    x: DTensor = call.named["self"]
+    layout, d = x._spec.layout, call.named["dim"] % x.dim()
+    split = split_dim(layout, d)
+    if split is None:
+        return None
+    i, owned = call.named["index"] % x.shape[d], split.ranges(x.shape[d])
+    exchange = plan_exchanges(layout, [split.move(owned, [(i, i + 1)] * len(owned))], x.dtype.itemsize)
+    target = layout.with_dims([dim for e, dim in enumerate(layout.dims) if e != d])
+    return block_program(
+        call,
+        resolution.outputs[0].with_layout(target),
+        [Operand("self")],
+        exchange,
+        lambda coord, block: block.squeeze(d),
+    )
+
+
+@requires_rule
+def _split(call: OpCall, resolution: Resolution) -> Alternative | None:
+    """All parts of a split dim in one exchange; each part is split by the same axes."""
+    x: DTensor = call.named["self"]
+    layout, d = x._spec.layout, call.named["dim"] % x.dim()
+    split = split_dim(layout, d)
+    if split is None:
+        return None
+    sizes = [out.shape[d] for out in resolution.outputs]
+    owned = tuple((r,) for r in split.ranges(x.shape[d]))
+    wanted = split.part_ranges(sizes)
+
+    def cut(coord: Coord, block: Tensor) -> list[Tensor]:
+        return list(block.split([high - low for low, high in wanted[split.position(coord)]], d))
+
+    pairs = zip(resolution.outputs, sizes, strict=True)
+    specs = [out.with_layout(split.resize(layout, size)) for out, size in pairs]
+    exchange = plan_exchanges(layout, [Move(d, split.axes, owned, wanted)], x.dtype.itemsize)
+    return block_program(call, specs, [Operand("self")], exchange, cut)
+
+
+ALTERNATIVES: dict[Any, Propose] = {
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
     aten.slice_scatter.default: _slice_scatter,
     aten.select.int: _select,
-    aten.split.Tensor: _split(aten.split.Tensor),
-    aten.split_with_sizes.default: _split(aten.split_with_sizes.default),
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
 }

@@ -1,4 +1,4 @@
-"""Ops along a split dim that communicate statistics (a maximum, a sum, a mean per row) instead of the rows."""
+"""Softmax, norms and variances along a split dim: communicate statistics of the rows instead of the rows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
+from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending, requires_rule
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["ALTERNATIVES", "by_statistics"]
+__all__ = ["ALTERNATIVES", "by_statistics", "rows_gradient"]
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     top = reduce_pending(aten._safe_softmax.default, x.amax(dim, keepdim=True))
-    masked = top == -math.inf  # a row that is masked entirely gives zeros
+    masked = top == -math.inf  # rows that are masked entirely become zeros
     e = (x - top.masked_fill(masked, 0)).exp()
     return (e / e.sum(dim, keepdim=True)).masked_fill(masked, 0)
 
@@ -38,8 +38,8 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 
 
 def _softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    part = grad * out
-    return part - out * part.sum(dim, keepdim=True)
+    product = grad * out
+    return product - out * product.sum(dim, keepdim=True)
 
 
 def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
@@ -57,19 +57,19 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    size = (x if dtype is None else x.to(dtype)).abs()
+    magnitude = (x if dtype is None else x.to(dtype)).abs()
     dims = _dims(x, dim)
     if ord == math.inf:
-        return size.amax(dims, keepdim=keepdim)
+        return magnitude.amax(dims, keepdim=keepdim)
     if ord == -math.inf:
-        return size.amin(dims, keepdim=keepdim)
+        return magnitude.amin(dims, keepdim=keepdim)
     if ord == 0:
-        return (size != 0).sum(dims, keepdim=keepdim).to(size.dtype)
+        return (magnitude != 0).sum(dims, keepdim=keepdim).to(magnitude.dtype)
     if ord == 1:
-        return size.sum(dims, keepdim=keepdim)
+        return magnitude.sum(dims, keepdim=keepdim)
     if ord == 2:
-        return (size * size).sum(dims, keepdim=keepdim).sqrt()
-    return (size**ord).sum(dims, keepdim=keepdim) ** (1 / ord)
+        return (magnitude * magnitude).sum(dims, keepdim=keepdim).sqrt()
+    return (magnitude**ord).sum(dims, keepdim=keepdim) ** (1 / ord)
 
 
 def _norm(x: Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
@@ -82,19 +82,10 @@ def _var_mean(
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     mean = reduce_pending(aten.var_mean.correction, x.mean(dims, keepdim=True))
-    spread = x - mean
-    var = (spread * spread).sum(dims, keepdim=True) / max(
-        count - (1 if correction is None else correction), 0
-    )
+    centered = x - mean
+    divisor = max(count - (1 if correction is None else correction), 0)
+    var = (centered * centered).sum(dims, keepdim=True) / divisor
     return (var, mean) if keepdim else (var.squeeze(dims), mean.squeeze(dims))
-
-
-def _var(*args: Any, **kwargs: Any) -> Tensor:
-    return _var_mean(*args, **kwargs)[0]
-
-
-def _std(*args: Any, **kwargs: Any) -> Tensor:
-    return _var(*args, **kwargs).sqrt()
 
 
 def _std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -107,11 +98,17 @@ def _layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     mean = reduce_pending(aten.native_layer_norm.default, x.mean(dims, keepdim=True))
-    spread = x - mean
-    rstd = ((spread * spread).mean(dims, keepdim=True) + eps).rsqrt()
-    out = spread * rstd
+    centered = x - mean
+    rstd = ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
+    out = centered * rstd
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias), mean, rstd
+
+
+def rows_gradient(grad: Tensor, normalized: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
+    """The gradient of rows along some dims, from that of the normalized rows."""
+    centered = grad - grad.mean(dims, keepdim=True)
+    return (centered - normalized * (grad * normalized).mean(dims, keepdim=True)) * rstd
 
 
 def _layer_norm_backward(
@@ -126,14 +123,12 @@ def _layer_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     lead = x.dim() - len(normalized_shape)
     dims, rows = list(range(lead, x.dim())), list(range(lead))
-    seen = (x - mean) * rstd
-    down = grad if weight is None else grad * weight
+    normalized = (x - mean) * rstd
     out: list[Tensor | None] = [None, None, None]
     if output_mask[0]:
-        about = down - down.mean(dims, keepdim=True)
-        out[0] = (about - seen * (down * seen).mean(dims, keepdim=True)) * rstd
+        out[0] = rows_gradient(grad if weight is None else grad * weight, normalized, rstd, dims)
     if output_mask[1]:
-        out[1] = (grad * seen).sum(rows) if rows else grad * seen
+        out[1] = (grad * normalized).sum(rows) if rows else grad * normalized
     if output_mask[2]:
         out[2] = grad.sum(rows) if rows else grad.clone()
     return tuple(out)
@@ -157,8 +152,8 @@ _PROGRAMS: dict[Any, Callable[..., Any]] = {
     aten.norm.ScalarOpt_dim: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
     aten.norm.ScalarOpt_dim_dtype: _norm,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
+    aten.var.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
+    aten.std.correction: lambda *args, **kwargs: _std_mean(*args, **kwargs)[0],
     aten.var_mean.correction: _var_mean,
     aten.std_mean.correction: _std_mean,
     aten.native_layer_norm.default: _layer_norm,
@@ -169,11 +164,12 @@ _PROGRAMS: dict[Any, Callable[..., Any]] = {
 def by_statistics(program: Callable[..., Any]) -> Propose:
     """Propose a program that communicates statistics, for a call whose rule would gather rows."""
 
-    def propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
-        first: DTensor = call.args[0]
-        if resolution is None or not first.dtype.is_floating_point or 0 in first.shape:
+    @requires_rule
+    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
+        first = call.args[0]
+        if not isinstance(first, DTensor) or not first.dtype.is_floating_point or 0 in first.shape:
             return None
-        # other tensors of the first one's shape, such as a gradient, take part in the same way
+        # other tensors of the same shape, such as a gradient, have the same rows
         rows = [t for t in call.args if isinstance(t, DTensor) and t.shape == first.shape]
         target = resolution.moves[0].target if resolution.moves[0] is not None else first._spec.layout
         if any(t._spec.layout.partial for t in rows) or all(t._spec.layout is target for t in rows):
