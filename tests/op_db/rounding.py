@@ -33,8 +33,8 @@ def differs(got: Any, want: Any, values: bool = True) -> str:
         return f"shape {tuple(got.shape)} not {tuple(want.shape)}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype} not {want.dtype}"
-    if got.sharding != want.sharding:
-        return f"layout {got.sharding} not {want.sharding}"
+    if got.layout != want.layout:
+        return f"layout {got.layout} not {want.layout}"
     if want.layout is not torch.strided and (why := _otherwise_sparse(got, want)):
         return why
     if not values:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
 from shardwise.call.schema import op_info
+from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["infer_outputs", "statistic_dtype"]
 
@@ -110,7 +111,11 @@ _MASKED = {
 
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
     """The dtype of a norm's statistics, for its arguments: the input, then weights and running statistics, if any."""
-    if args[0].device.type != "cpu":
+    x = args[0]
+    device = (
+        x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type
+    )  # a dry run has meta tensors
+    if device != "cpu":
         return torch.promote_types(args[0].dtype, torch.float32)
     weights = [t for t in args[1:5] if isinstance(t, Tensor)]
     dtype: torch.dtype = (weights or args)[0].dtype

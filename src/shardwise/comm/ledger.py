@@ -24,7 +24,7 @@ class Sent:
     bytes: Fraction
 
 
-@dataclass
+@dataclass(eq=False)
 class Ledger:
     """What was sent while it was open."""
 

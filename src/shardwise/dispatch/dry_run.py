@@ -21,9 +21,10 @@ from shardwise.comm import PerRank
 from shardwise.layout import Spec
 from shardwise.plan import Plan
 from shardwise.plan.settings import override_settings
+from shardwise.tensor.abstract_tensor import abstract, recording
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["AbstractTensor", "FindRoute", "cacheable", "dry_run"]
+__all__ = ["FindRoute", "cacheable", "dry_run"]
 
 FindRoute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Route]
 
@@ -37,14 +38,29 @@ class _NeedsValues(Exception):
 class _Recording:
     """The plans of a dry run so far, and how its ops find their routes."""
 
-    __slots__ = ("depth", "find_route", "plans")
-
     def __init__(self, find_route: FindRoute, depth: int) -> None:
         self.find_route, self.depth = find_route, depth
         self.plans: list[Plan] = []
 
+    def evaluate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of one op, after recording its plans."""
+        route = self.find_route(func, args, kwargs)
+        if route.kind == "composite":
+            return func.decompose(*args, **kwargs)
+        if route.plans is None:
+            raise _NeedsValues(f"{func} runs as a {route.kind} op")
+        self.plans += route.plans
+        info = op_info(func)
+        if (target := info.returned_argument(args, kwargs)) is not None or not info.returns:
+            return target
+        if route.outputs is None:
+            raise _NeedsValues(f"the results of {func} depend on values")
+        first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
+        simulated = isinstance(first._local_tensor, PerRank)
+        results = [abstract(o, simulated) if isinstance(o, Spec) else o for o in route.outputs]
+        return results[0] if info.returns_tensor else results
 
-_recording: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+
 _truncated: ContextVar[list[bool] | None] = ContextVar("truncated", default=None)
 
 # What programs raise that need values, or that do not handle a call: the op itself then runs and says why.
@@ -60,14 +76,14 @@ def dry_run(
 
     None if that depends on values, or if the program returns a plain tensor.
     """
-    outer = _recording.get()
-    depth = 0 if outer is None else outer.depth + 1
+    outer = recording.get()
+    depth = outer.depth + 1 if isinstance(outer, _Recording) else 0
     if depth >= _MAX_DEPTH:
         if (truncated := _truncated.get()) is not None:
             truncated[0] = True
         return None
-    recording = _Recording(find_route, depth)
-    token = _recording.set(recording)
+    this = _Recording(find_route, depth)
+    token = recording.set(this)
     simulated = call.simulated
     try:
         with override_settings(plain="replicate"), torch.no_grad():
@@ -77,11 +93,11 @@ def dry_run(
     except _REFUSALS:
         return None
     finally:
-        _recording.reset(token)
+        recording.reset(token)
     results = tensors_in([result])
     if not all(isinstance(t, DTensor) for t in results):
         return None
-    return tuple(recording.plans), tuple(t._spec for t in results if isinstance(t, DTensor))
+    return tuple(this.plans), tuple(t._spec for t in results if isinstance(t, DTensor))
 
 
 @contextmanager
@@ -100,44 +116,5 @@ def cacheable() -> Iterator[Callable[[], bool]]:
             outer[0] = True
 
 
-class AbstractTensor(DTensor):
-    """A DTensor without data: ops on it record what they would send."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        recording = _recording.get()
-        if recording is None:
-            raise RuntimeError("a tensor of a dry run was used after it; please report this bug in shardwise")
-        return _evaluate(recording, func, args, kwargs or {})
-
-
-def _evaluate(recording: _Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of one op, after recording its plans."""
-    route = recording.find_route(func, args, kwargs)
-    if route.kind == "composite":
-        return func.decompose(*args, **kwargs)
-    if route.plans is None:
-        raise _NeedsValues(f"{func} runs as a {route.kind} op")
-    recording.plans += route.plans
-    info = op_info(func)
-    if (target := info.returned_argument(args, kwargs)) is not None or not info.returns:
-        return target
-    if route.outputs is None:
-        raise _NeedsValues(f"the results of {func} depend on values")
-    first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
-    simulated = isinstance(first._local_tensor, PerRank)
-    results = [_abstract(o, simulated) if isinstance(o, Spec) else o for o in route.outputs]
-    return results[0] if info.returns_tensor else results
-
-
 def _abstract_like(t: Tensor, simulated: bool) -> Tensor:
-    return _abstract(t._spec, simulated) if isinstance(t, DTensor) else t
-
-
-def _abstract(spec: Spec, simulated: bool) -> AbstractTensor:
-    block: Tensor = torch.empty(0, dtype=spec.dtype, device="meta")
-    return AbstractTensor(PerRank({0: block}) if simulated else block, spec)
+    return abstract(t._spec, simulated) if isinstance(t, DTensor) else t

@@ -52,7 +52,7 @@ def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _with_tangent(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's formula for forward-mode derivatives, which creates ones as a plain tensor."""
+    """Torch's formula for forward-mode derivatives, which creates ones as a plain tensor."""
     with override_settings(plain="replicate"), beneath_patches():
         return func(*args, **kwargs)
 

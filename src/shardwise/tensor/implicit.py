@@ -19,6 +19,7 @@ from shardwise.comm.run import run
 from shardwise.layout import Layout, contiguous_stride
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.plan.settings import current_settings
+from shardwise.tensor.abstract_tensor import AbstractTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import CommunicationError
 
@@ -39,8 +40,10 @@ def to_layout(op: Any, x: DTensor, target: Layout) -> DTensor:
     if spec.layout is target:
         return x
     plan = plan_redistribute(spec.layout, target, spec.dtype.itemsize)
-    local = run_plan(op, plan, x._local_tensor, spec.mesh)
-    return DTensor(local, spec.with_layout(target, contiguous_stride(target.shape)))
+    after = spec.with_layout(target, contiguous_stride(target.shape))
+    if isinstance(x, AbstractTensor):
+        return x.moved(plan, after)
+    return DTensor(run_plan(op, plan, x._local_tensor, spec.mesh), after)
 
 
 @contextmanager
