@@ -93,7 +93,7 @@ def _recurrent(func: Any) -> Callable[..., Any]:
 
 def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A Python function of torch; random numbers that it draws come from the stream."""
-    if not args or not isinstance(args[0], DTensor):
+    if not _has_dtensor(args, kwargs):
         return original(*args, **kwargs)
     _check_operands(original.__name__, args, kwargs)
     with one_device(), override_settings(plain="replicate"):

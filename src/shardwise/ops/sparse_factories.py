@@ -21,7 +21,8 @@ aten = torch.ops.aten
 
 def _values(func: Any, x: Any) -> Any:
     """The values of a tensor on every rank."""
-    return gather(func, x.detach()) if isinstance(x, DTensor) else x.detach()
+    detached: Any = x.detach()
+    return gather(func, detached) if isinstance(x, DTensor) else detached
 
 
 def _coo_of_any_size(indices: Tensor, values: Tensor, **kwargs: Any) -> Any:
