@@ -493,7 +493,7 @@ program(
     x = distribute_tensor(grid(5, 4), mesh, [Shard(-1), Shard(-2)])
     return (x.placements == (Shard(1), Shard(0)), isinstance(x.placements, tuple), x.device_mesh == mesh,
             x.device_mesh.mesh_dim_names, x.shape, x.size(0), x.dim(), x.numel(), len(x), x.is_contiguous(),
-            x.element_size(), isinstance(x, torch.Tensor), x.sharding is not None, x.is_floating_point())
+            x.element_size(), isinstance(x, torch.Tensor), x.layout == torch.strided, x.is_floating_point())
     """,
 )
 program(
