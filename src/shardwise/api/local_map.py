@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate
 from shardwise.tensor.consistency import inferred_shape
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.pytree import flatten
 
 __all__ = ["MapError", "local_map"]
 
@@ -60,7 +60,7 @@ def local_map(
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        given, form = pytree.tree_flatten(args)
+        given, rebuild = flatten(args)
         _check_count(in_placements, given, "in_placements", "arguments")
         _check_count(in_grad_placements, given, "in_grad_placements", "arguments")
         tensors = [a for a in given if isinstance(a, DTensor)]
@@ -74,12 +74,10 @@ def local_map(
             else a
             for i, a in enumerate(laid)
         ]
-        results, out_form = pytree.tree_flatten(func(*pytree.tree_unflatten(blocks, form), **kwargs))
+        results, rebuild_results = flatten(func(*rebuild(blocks), **kwargs))
         _check_count(outs, results, "out_placements", "results")
         uneven = any(_is_uneven(a._spec.layout) for a in laid if isinstance(a, DTensor))
-        return pytree.tree_unflatten(
-            [_wrapped(r, mesh, p, uneven) for r, p in zip(results, outs, strict=True)], out_form
-        )
+        return rebuild_results([_wrapped(r, mesh, p, uneven) for r, p in zip(results, outs, strict=True)])
 
     return mapped
 

@@ -23,6 +23,8 @@ from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["direct_run"]
 
+aten = torch.ops.aten
+
 
 def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
     """The shortest run there is, where nothing moves and this process has one rank; None otherwise."""
@@ -65,7 +67,7 @@ def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
     func, shape, spec = call.func, resolution.view_shape, resolution.outputs[0]
     if shape is None or resolution.programs is None or call.info.name.split(".")[1].endswith("_copy"):
         return None
-    if func is torch.ops.aten.unsqueeze.default:
+    if func is aten.unsqueeze.default:
         block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
         if (
             func(block, *call.args[1:]).shape == shape
@@ -114,11 +116,11 @@ def constant(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _quicker(func: Any, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
     """Another call with the same result, for ops whose own call is slow."""
-    if func is torch.ops.aten.slice.Tensor and not kwargs and 1 < len(args) < 5:
+    if func is aten.slice.Tensor and not kwargs and 1 < len(args) < 5:
         start, end = (*args[2:], None, None)[:2]  # slice(3) would be the end, not the start
         index = (slice(None),) * (args[1] % args[0].dim()) + (slice(start, end),)
         return lambda args, kwargs: new_dtensor(DTensor, args[0]._local_tensor[index], spec, False)
-    if func is torch.ops.aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
+    if func is aten._to_copy.default and len(args) == 1 and kwargs.keys() == {"dtype"}:
         dtype = kwargs["dtype"]
         if dtype not in (None, args[0].dtype):  # a cast always copies
             return lambda args, kwargs: new_dtensor(DTensor, args[0]._local_tensor.type(dtype), spec, False)

@@ -21,6 +21,7 @@ from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
+from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS
 
 __all__ = ["inner_plain_patches"]
 
@@ -109,14 +110,6 @@ _COMPOSITES = {
     "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),
 }  # fmt: skip
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_PYTHON = {
-    "torch.nn.init.sparse_": "the positions of zeros",
-    "torch._lowrank.get_approximate_basis": "a random matrix",
-    "torch.functional._unravel_index": "the strides of the shape",
-    "torch.masked._ops._std_var": "the number of elements",
-    "torch.masked._ops.mean": "the number of elements",
-    "torch.masked.mean": "the number of elements",
-}
 
 
 def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
@@ -136,6 +129,8 @@ def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
         *(KernelPatch(func, _recurrent(func), states, _has_dtensor) for func in _RECURRENT),
         *(
             PythonPatch(target, _python, f"torch creates {what} as a plain tensor")
-            for target, what in zip(python_functions(_PYTHON), _PYTHON.values(), strict=True)
+            for target, what in zip(
+                python_functions(CREATE_PLAIN_TENSORS), CREATE_PLAIN_TENSORS.values(), strict=True
+            )
         ),
     ]

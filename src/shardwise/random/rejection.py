@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+import shardwise.random.portable_math as portable_math
 from shardwise.layout.errors import LayoutError
-from shardwise.random import portable_math
 from shardwise.random.block_indices import MAX_ELEMENTS, Cells
 from shardwise.random.fill import parts
 from shardwise.random.normal import half_open

@@ -19,6 +19,7 @@ __all__ = [
     "below_autograd",
     "boxed_call",
     "decomposition_of",
+    "has_derivative",
     "is_composite",
     "overloads_of",
     "python_binding",
@@ -115,6 +116,16 @@ def is_composite(func: Any) -> bool:
     (True, False)
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def has_derivative(func: Any) -> bool:
+    """Whether torch knows the op's derivative; without one, plain tensors may still be differentiated through its kernel.
+
+    >>> has_derivative(torch.ops.aten.mm.default), has_derivative(torch.ops.aten.histc.default)
+    (True, True)
+    """
+    keys = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
 
 def decomposition_of(func: Any) -> Callable[..., Any] | None:

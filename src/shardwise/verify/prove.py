@@ -20,6 +20,7 @@ from shardwise.layout import Layout, LayoutError, dtype_text
 from shardwise.plan.settings import forget_decisions
 from shardwise.rules import Proof, RuleError
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.dispatcher import has_derivative
 from shardwise.verify.cases import Case, cases, row_text, with_tensors
 from shardwise.verify.compare import difference, shown
 from shardwise.verify.layouts import BlockError, laid_out, value_of
@@ -161,7 +162,7 @@ def _check_gradient(case: Case) -> bool:
     """Compare gradients, where the op has some."""
     found = tensors_in([*case.args, *case.kwargs.values()])
     dense = [t.detach().clone().requires_grad_(_can_have_gradient(t)) for t in found]
-    if case.met.written or not any(t.requires_grad for t in dense) or not _knows_gradient(case.func):
+    if case.met.written or not any(t.requires_grad for t in dense) or not has_derivative(case.func):
         return False
     rest = iter(dense)
     try:
@@ -182,12 +183,6 @@ def _check_gradient(case: Case) -> bool:
     for number, (g, w) in enumerate(zip(got or [], want, strict=True)):
         _compare(case, f"the gradient of x{number}", g, w)
     return True
-
-
-def _knows_gradient(func: Any) -> bool:
-    """Whether an op has a formula; one without may still be differentiated on plain tensors, through what it runs."""
-    keys = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
 
 def _can_have_gradient(t: Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.schema import op_info
 from shardwise.rules import RuleError
 
 __all__ = ["draw"]
@@ -42,7 +43,9 @@ def draw(func: Any, text: str, examples: int, seed: int) -> list[_Sample]:
         if call is not None and _takes(func, call):
             out.append(call)
     if not out:
-        raise _cannot(func, f"none of those that fit its schema ({func._schema}) and row ({text}) did run")
+        raise _cannot(
+            func, f"none of those that fit its schema ({op_info(func).arguments}) and row ({text}) did run"
+        )
     return out
 
 
@@ -57,15 +60,16 @@ _FOUND = ("index", "indices", "pivots")  # arguments that point into others
 
 def _refused(func: Any, text: str) -> str:
     """Why calls are not drawn, if so: a kernel of torch that is not asked what it is for may crash on them."""
-    space, _, name = func._schema.name.partition("::")
+    info = op_info(func)
+    space, _, name = info.qualified_name.partition("::")
     if space != "aten":
         return ""
     if name.startswith("_") and not name.startswith("__"):
         return "it is internal to torch, and checks little of what it is given"
-    pointing = [a.name for a in func._schema.arguments if a.name.removeprefix("LU_") in _FOUND]
+    pointing = [a.name for a in info.arguments if a.name.removeprefix("LU_") in _FOUND]
     if pointing:
         return f"its {pointing[0]} points into another tensor"
-    count = sum("Tensor" in str(a.type) for a in func._schema.arguments)
+    count = len(info.tensor_arguments)
     if count > 1 and not text.startswith("pointwise") and len(_words(text)) != count:
         return f"its row ({text}) does not say the shapes of its {count} tensors"
     return ""
@@ -96,8 +100,8 @@ def _drawn(
     least: int,
     empty: bool,
 ) -> _Sample | None:
-    schema = func._schema.arguments
-    count = sum("Tensor" in str(a.type) for a in schema)
+    schema = op_info(func).arguments
+    count = len(op_info(func).tensor_arguments)
     shapes = _shapes(text, count, rng, least, empty)
     if shapes is None:
         return None
@@ -106,7 +110,7 @@ def _drawn(
     given: list[Any] = []
     named: dict[str, Any] = {}
     for arg in schema:
-        kind = str(arg.type)
+        kind = arg.type
         if "Tensor" in kind:
             shape = next(rest)
             value: Any = _tensor(shape, dtype, torch_rng)
@@ -130,7 +134,7 @@ _CANNOT = object()
 
 def _value(arg: Any, kind: str, ndim: int, dtype: torch.dtype, rng: random.Random) -> Any:
     if arg.has_default_value() and (arg.kwarg_only or rng.random() < 0.4):
-        return arg.default_value
+        return arg.default
     inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
     if arg.name.startswith("dim") and inner in ("int", "List[int]"):
         dims = range(-ndim, ndim) if ndim else range(-1, 1)
@@ -144,7 +148,7 @@ def _value(arg: Any, kind: str, ndim: int, dtype: torch.dtype, rng: random.Rando
     if inner == "bool":
         return rng.random() < 0.5
     # sizes, strides and strings that mean something cannot be guessed, and some kernels do not survive wrong ones
-    return arg.default_value if arg.has_default_value() else _CANNOT
+    return arg.default if arg.has_default_value() else _CANNOT
 
 
 def _tensor(shape: Sequence[int], dtype: torch.dtype, rng: torch.Generator) -> Tensor:

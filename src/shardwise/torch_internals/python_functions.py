@@ -1,0 +1,15 @@
+"""Python functions of torch that create plain tensors on the way, by their dotted names."""
+
+from __future__ import annotations
+
+__all__ = ["CREATE_PLAIN_TENSORS"]
+
+CREATE_PLAIN_TENSORS = {
+    "torch.nn.init.sparse_": "the positions of zeros",
+    "torch._lowrank.get_approximate_basis": "a random matrix",
+    "torch.functional._unravel_index": "the strides of the shape",
+    "torch.masked._ops._std_var": "the number of elements",
+    "torch.masked._ops.mean": "the number of elements",
+    "torch.masked.mean": "the number of elements",
+}
+"""By function: what it creates."""
