@@ -1,4 +1,4 @@
-"""Layouts: placements, factored dims, their geometry and text. Nothing here knows of tensors."""
+"""Layouts: placements, factored dims, their geometry and their text form. This package does not import torch."""
 
 from shardwise.layout.axes import Axes
 from shardwise.layout.errors import LayoutError
@@ -6,6 +6,7 @@ from shardwise.layout.factor import Dim, Factor, cut, first_block
 from shardwise.layout.geometry import (
     block_offset,
     block_shape,
+    contiguous_stride,
     global_shape,
     global_stride,
     largest_block,
@@ -36,6 +37,7 @@ __all__ = [
     "TensorMeta",
     "block_offset",
     "block_shape",
+    "contiguous_stride",
     "cut",
     "dtype_text",
     "first_block",
