@@ -45,7 +45,7 @@ def letter_sizes(letters: Sequence[Letters], shapes: Sequence[Sequence[int]]) ->
 
 def without_broadcast(letters: Letters, shape: Sequence[int], sizes: Mapping[str, int]) -> Letters:
     """Drop the letters of broadcast dims, which have size 1 where other tensors have the letter's size."""
-    return tuple(None if x is None or n != sizes[x] else x for x, n in zip(letters, shape, strict=True))
+    return tuple([None if x is None or n != sizes[x] else x for x, n in zip(letters, shape, strict=True)])
 
 
 def broadcast_letters(shapes: Sequence[Sequence[int]], prefix: str = "d") -> list[Letters]:
@@ -55,7 +55,8 @@ def broadcast_letters(shapes: Sequence[Sequence[int]], prefix: str = "d") -> lis
     [('d0', None), ('d1',)]
     """
     ndim = max(map(len, shapes), default=0)
-    letters: list[Letters] = [tuple(f"{prefix}{ndim - len(s) + i}" for i in range(len(s))) for s in shapes]
+    every: Letters = tuple([f"{prefix}{i}" for i in range(ndim)])
+    letters = [every[ndim - len(s) :] for s in shapes]
     sizes = letter_sizes(letters, shapes)
     return [without_broadcast(x, s, sizes) for x, s in zip(letters, shapes, strict=True)]
 

@@ -88,7 +88,10 @@ def row(
     ranges: Sequence[str] = (),
     local: Callable[[Call, Place], Local | None] | None = None,
 ) -> Row:
-    """Parse a row; `by` gives reductions other than a sum, `linear` and `added` are indices of tensor arguments.
+    """Parse a row.
+
+    `by` has the reductions other than a sum, by letter. `linear` and `added` are indices of tensor arguments; the other
+    arguments are those of `Row` and `Rule`. Building raises `LayoutError` if the row contradicts the shapes of a call.
 
     >>> from shardwise.rules.call import Slot
     >>> rule = row("m k, k n -> m n", linear=[[0], [1]]).build(

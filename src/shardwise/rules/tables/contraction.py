@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from shardwise.rules.call import Call, Local, Out, Slot, Step
 from shardwise.rules.letters import without_broadcast
@@ -21,25 +20,30 @@ def plus_product(
 
     Where the product is a partial sum, the first tensor must be one too.
     """
+    before, _, after = text.partition("->")
+    inputs, output = [tuple(words.split()) for words in before.split(",")], tuple(after.split())
+    reduced = {x: "sum" for letters in inputs for x in letters if x not in output}
     linear = [[0, 1], [0, 2]]
-    product = row(f"*, {text}", linear=linear)
-    output = text.partition("->")[2].split()
 
     def build(call: Call) -> Rule | None:
-        rule = product.build(call)
-        if rule is None or call.dtypes[0] == "bool":
+        shape = call.shapes[0]
+        if call.dtypes[0] == "bool" or len(shape) > len(output):
             return None
-        shape, sizes = call.shapes[0], dict(zip(output, call.outputs[0], strict=True))
-        added = without_broadcast(tuple(output[len(output) - len(shape) :]), shape, sizes)
-        return replace(rule, inputs=(added, *rule.inputs[1:]), addends=frozenset({0}), local=local)
+        sizes = dict(zip(output, call.outputs[0], strict=True))
+        added = without_broadcast(output[len(output) - len(shape) :], shape, sizes)
+        return Rule(
+            (added, *inputs),
+            (output,),
+            reduced,
+            tuple(map(frozenset, linear)),
+            addends=frozenset({0}),
+            local=local,
+        )
 
-    return Row(f"{' '.join(output)}, {text}; (0) broadcasts{linear_text(linear)}", build, reads)
+    return Row(f"{after.strip()}, {text}; (0) broadcasts{linear_text(linear)}", build, reads)
 
 
 def _lookup(call: Call, place: Place) -> Local | None:
-    if "v" not in place.sharded:
-        return None
-
     def op(here: Out) -> Step:
         return "aten.embedding.default", (Slot(0), here), {}
 

@@ -83,19 +83,11 @@ def _index(call: Call) -> Rule | None:
     split = len(match.dims) == 1 and reads_few(call, call.shapes[0][d], count)
     if split:
         first = (*first[:d], "v", *first[d + 1 :])
-    return Rule(
-        inputs=(first, *(match.indices[i] for i in range(1, len(call.shapes)))),
-        outputs=(match.elements,),
-        reduced={"v": "sum"} if split else {},
-        linear=(frozenset({0}),),
-        local=_index_local if split else None,
-        ranges=frozenset({"v"}),
-    )
+    inputs = (first, *(match.indices[i] for i in range(1, len(call.shapes))))
+    return masked_lookup.rule(inputs, match.elements, _index_local if split else None)
 
 
 def _index_local(call: Call, place: Place) -> Local | None:
-    if "v" not in place.sharded:
-        return None
     indices = call.args["indices"]
     d = next(d for d, v in enumerate(indices) if isinstance(v, Slot))
 
@@ -167,19 +159,12 @@ def _index_select(call: Call) -> Rule | None:
         return None
     split = reads_few(call, shape[d], math.prod(index))
     before, after = dim_letters(len(shape))[:d], dim_letters(len(shape))[d + 1 :]
-    return Rule(
-        inputs=((*before, "v" if split else None, *after), ("n",) * len(index)),
-        outputs=((*before, "n" if index else None, *after),),
-        reduced={"v": "sum"} if split else {},
-        linear=(frozenset({0}),),
-        local=_index_select_local if split else None,
-        ranges=frozenset({"v"}),
-    )
+    inputs: tuple[Letters, ...] = ((*before, "v" if split else None, *after), ("n",) * len(index))
+    output: Letters = (*before, "n" if index else None, *after)
+    return masked_lookup.rule(inputs, output, _index_select_local if split else None)
 
 
 def _index_select_local(call: Call, place: Place) -> Local | None:
-    if "v" not in place.sharded:
-        return None
     d = call.dim()
 
     def op(here: Out) -> Step:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardwise.rules.call import Call, Local, Out, Slot, Step
-from shardwise.rules.rule import Place
+from shardwise.rules.letters import Letters
+from shardwise.rules.rule import Place, Rule
 
-__all__ = ["read", "translate", "write"]
+__all__ = ["read", "rule", "write"]
 
 
 class _Translation(NamedTuple):
@@ -19,7 +20,7 @@ class _Translation(NamedTuple):
     elsewhere: Out
 
 
-def translate(
+def _translate(
     index: Slot, size: int, start: int, rows: int, *, wraps: bool = False, at: int = 0, outside: int = 0
 ) -> _Translation:
     """Translate indices into a dim of `size` for a rank that has `rows` rows from `start` on.
@@ -51,6 +52,20 @@ def translate(
     )
 
 
+def rule(
+    inputs: tuple[Letters, ...], output: Letters, local: Callable[[Call, Place], Local | None] | None
+) -> Rule:
+    """The rule of a read at indices; with a `local` program, the dim of letter v may be split."""
+    return Rule(
+        inputs,
+        (output,),
+        reduced={"v": "sum"} if local else {},
+        linear=(frozenset({0}),),
+        local=local,
+        ranges=frozenset({"v"}),
+    )
+
+
 def read(
     call: Call,
     place: Place,
@@ -59,13 +74,15 @@ def read(
     op: Callable[[Out], Step],
     trailing: int,
     wraps: bool = False,
-) -> Local:
-    """Read at indices into dim `d` of the first tensor: 0 for those outside the block.
+) -> Local | None:
+    """Read at indices into dim `d`, of letter v, of the first tensor: 0 for those outside the block.
 
     `op` reads at indices into the block; `trailing` is the number of dims of its result after those of the index.
     """
+    if "v" not in place.sharded:
+        return None
     rows = place.inputs[0][d]
-    steps, here, mask = translate(index, call.shapes[0][d], place.starts[0][d], rows, wraps=wraps)
+    steps, here, mask = _translate(index, call.shapes[0][d], place.starts[0][d], rows, wraps=wraps)
     if rows == 0:
         return Local((*steps, ("aten.new_zeros.default", (Slot(0), list(place.outputs[0])), {})))
     program = [*steps, op(here)]
@@ -101,7 +118,7 @@ def write(
         program.append(("aten.cat.default", ([target, Out(len(program) - 1)], d), {}))
         target = Out(len(program) - 1)
         shape[d] += 1
-        found = translate(
+        found = _translate(
             index, call.shapes[0][d], place.starts[0][d], rows, wraps=wraps, at=len(program), outside=rows
         )
         program += found.steps

@@ -22,19 +22,11 @@ def _gather(call: Call) -> Rule | None:
     equal = dim_letters(len(shape), d, *(i for i, n in enumerate(shape) if n != index[i]))
     split = reads_few(call, shape[d], index[d])
     elements: Letters = (*equal[:d], "n", *equal[d + 1 :])
-    return Rule(
-        inputs=((*equal[:d], "v" if split else None, *equal[d + 1 :]), elements),
-        outputs=(elements,),
-        reduced={"v": "sum"} if split else {},
-        linear=(frozenset({0}),),
-        local=_gather_local if split else None,
-        ranges=frozenset({"v"}),
-    )
+    first: Letters = (*equal[:d], "v" if split else None, *equal[d + 1 :])
+    return masked_lookup.rule((first, elements), elements, _gather_local if split else None)
 
 
 def _gather_local(call: Call, place: Place) -> Local | None:
-    if "v" not in place.sharded:
-        return None
     d = call.dim()
 
     def op(here: Out) -> Step:
