@@ -34,8 +34,8 @@ class Call:
 
     `tensors` has one entry per tensor argument of the schema: a slot, None if it is left out, a tuple of slots for a
     list, or a number passed in place of a tensor. `wanted` tells for each output of the schema whether the call
-    computes it; `outputs` are the shapes of those that it computes. `dtypes` and `made` are the names of the dtypes of
-    the inputs and of these outputs.
+    computes it; `outputs` are the shapes of those that it computes. `dtypes` and `output_dtypes` are the names of the
+    dtypes of the inputs and of these outputs.
     """
 
     op: str
@@ -45,7 +45,7 @@ class Call:
     outputs: tuple[Shape, ...]
     wanted: tuple[bool, ...] = ()
     dtypes: tuple[str, ...] = ()
-    made: tuple[str, ...] = ()
+    output_dtypes: tuple[str, ...] = ()
 
     def slots(self) -> list[tuple[int, ...]]:
         """The slot numbers of each tensor argument, in the order of the schema."""

@@ -60,9 +60,9 @@ class Rule:
         Integer sums wrap around and sums of bools are "or", so neither survives a cast to another dtype. Complex
         numbers have no max or min.
         """
-        if not call.made or not (self.linear or self.monotone):
+        if not call.output_dtypes or not (self.linear or self.monotone):
             return self
-        outputs = [d for i, d in enumerate(call.made) if i not in self.alike]
+        outputs = [d for i, d in enumerate(call.output_dtypes) if i not in self.alike]
         to_floats = all(_is_float(d) for d in outputs)
 
         def passes(i: int) -> bool:

@@ -63,7 +63,9 @@ def _elementwise(call: Call) -> Rule | None:
 
 
 def _elementwise_backward(call: Call) -> Rule | None:
-    if call.args["reduction"] == MEAN and any(d.startswith(("int", "uint", "bool")) for d in call.made):
+    if call.args["reduction"] == MEAN and any(
+        d.startswith(("int", "uint", "bool")) for d in call.output_dtypes
+    ):
         return None  # the kernel rounds the quotient of integers
     letters = broadcast_letters([*call.shapes, *call.outputs])
     local = _mean_by(lambda call: math.prod(call.shapes[_slot(call, "self")]))

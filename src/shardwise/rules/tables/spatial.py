@@ -36,7 +36,7 @@ def _except_integers(inner: Row) -> Row:
 
     def build(call: Call) -> Rule | None:
         rule = inner.build(call)
-        rounds = any(d.startswith(("int", "uint", "bool")) for d in call.made)
+        rounds = any(d.startswith(("int", "uint", "bool")) for d in call.output_dtypes)
         return replace(rule, linear=()) if rule is not None and rounds else rule
 
     return Row(f"{inner.text} except for integers", build)
@@ -48,8 +48,10 @@ def _per_ndim(
     """Rows for ops that exist per number of spatial dims, which replaces # in their names."""
     out: dict[str, Row] = {}
     for n in dims:
-        made = along(last_dims(n), linear=linear)
-        out |= dict.fromkeys(op_names(names.replace("#", str(n))), _except_integers(made) if rounds else made)
+        inner = along(last_dims(n), linear=linear)
+        out |= dict.fromkeys(
+            op_names(names.replace("#", str(n))), _except_integers(inner) if rounds else inner
+        )
     return out
 
 
