@@ -5,20 +5,25 @@ import pytest
 from shardwise.layout import LayoutError
 
 
-def test_an_error_says_what_why_and_fix():
-    error = LayoutError("it is so.", why="of this", fix="do that")
-    assert str(error) == "it is so.\n  why: of this\n  fix: do that"
-    assert (error.what, error.why, error.fix) == ("it is so.", "of this", "do that")
+class SpecialError(LayoutError):
+    pass
+
+
+def test_the_message_states_what_why_and_fix():
+    error = LayoutError("it failed.", why="the reason", fix="do this")
+    assert str(error) == "it failed.\n  why: the reason\n  fix: do this"
+    assert (error.what, error.why, error.fix) == ("it failed.", "the reason", "do this")
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])
-def test_programs_that_catch_either_of_torchs_errors_catch_it(kind):
+def test_it_is_caught_as_either_of_torchs_error_types(kind):
     with pytest.raises(kind):
         raise LayoutError("a", why="b", fix="c")
 
 
-def test_it_comes_back_whole_from_another_process():
-    error = pickle.loads(pickle.dumps(LayoutError("a", why="b", fix="c")))
-    assert type(error) is LayoutError
+@pytest.mark.parametrize("kind", [LayoutError, SpecialError])
+def test_pickling_keeps_type_and_fields(kind):
+    error = pickle.loads(pickle.dumps(kind("a", why="b", fix="c")))
+    assert type(error) is kind
     assert (error.what, error.why, error.fix) == ("a", "b", "c")
     assert str(error) == "a\n  why: b\n  fix: c"

@@ -1,9 +1,10 @@
 import itertools
 import math
 from collections import defaultdict
+from operator import mul
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.strategies import (
     axes,
@@ -24,13 +25,13 @@ parts = st.lists(st.integers(1, 4), max_size=3)
 
 
 @given(st.integers(0, 50), parts)
-def test_cuts_follow_each_other_from_end_to_end(size, parts):
-    at = 0
+def test_the_ranges_of_all_coords_are_adjacent_and_cover_the_size(size, parts):
+    end = 0
     for coord in itertools.product(*(range(n) for n in parts)):
         low, high = cut(size, parts, coord)
-        assert low == at <= high
-        at = high
-    assert at == size
+        assert low == end <= high
+        end = high
+    assert end == size
 
 
 @given(st.integers(0, 50), parts)
@@ -41,7 +42,7 @@ def test_no_block_is_larger_than_the_first(size, parts):
 
 @many
 @given(st.data())
-def test_the_canonical_form_means_what_was_written(data):
+def test_the_canonical_form_has_the_blocks_that_were_written(data):
     on, shape = data.draw(axes()), data.draw(shapes())
     writing = data.draw(writings(on, shape))
     layout = Layout(on, writing)
@@ -51,13 +52,13 @@ def test_the_canonical_form_means_what_was_written(data):
 
 
 @given(layouts())
-def test_the_canonical_form_is_its_own(layout):
+def test_the_canonical_form_is_a_fixed_point(layout):
     for dim in layout.dims:
         assert canonical(dim, layout.axes.sizes) == dim
 
 
 def _rewritings(dim, on):
-    """The ways to split one factor of a dim, or to put in a factor of size 1, that cut as before."""
+    """The ways to split one factor of a dim, or to insert a factor of size 1, that keep its blocks."""
     before = [cut_by_hand([dim], on, coord) for coord in coords(on)]
     for i, f in enumerate(dim):
         for outer in divisors(f.size):
@@ -73,7 +74,7 @@ def _rewritings(dim, on):
 
 
 @given(st.data())
-def test_however_it_is_written_a_layout_is_one_object(data):
+def test_all_ways_to_write_a_layout_give_the_same_object(data):
     on = data.draw(axes(max_count=18))
     layout = data.draw(layouts(on, data.draw(shapes(max_dims=2, min_size=1, max_size=24))))
     writing = [list(dim) for dim in layout.dims]
@@ -86,7 +87,7 @@ def test_however_it_is_written_a_layout_is_one_object(data):
 @pytest.mark.parametrize(
     ("sizes", "largest"), [((2, 2), 24), ((3, 2), 24), ((2, 3, 2), 12), ((7,), 72), ((4, 3), 12)]
 )
-def test_layouts_that_own_the_same_are_the_same(sizes, largest):
+def test_layouts_with_the_same_blocks_are_the_same_object(sizes, largest):
     on = Axes(sizes)
     for n in range(1, largest + 1):
         found = defaultdict(set)
@@ -106,14 +107,14 @@ def test_layouts_that_own_the_same_are_the_same(sizes, largest):
         ([Factor(3, (0,)), Factor(4)], [Factor(3, (0,)), Factor(4)]),
         ([Factor(2, (0,)), Factor(3, (1,))], [Factor(6, (0, 1))]),
         ([Factor(4, (0,)), Factor(3, (1,))], [Factor(4, (0,)), Factor(3, (1,))]),
-        # as far as an uneven cut can grow: 4, 4, 2 is 10 over 3, but 8, 8, 4 is not how 20 is cut
+        # an uneven split grows as far as it can: (4, 4, 2) is 10 over 3, but (8, 8, 4) is not 20 over 3
         ([Factor(5, (1,)), Factor(4)], [Factor(10, (1,)), Factor(2)]),
-        # and the most it can grow, from wherever it starts: 13 over 7 takes in less than 7
+        # and to the same size from every start: 13 over 7 absorbs at most a factor of 6
         ([Factor(13, (3,)), Factor(12)], [Factor(78, (3,)), Factor(2)]),
         ([Factor(52, (3,)), Factor(3)], [Factor(78, (3,)), Factor(2)]),
-        # an axis of size 1 cuts nothing
+        # an axis of size 1 splits nothing
         ([Factor(4, (2,)), Factor(6, (0,))], [Factor(4), Factor(6, (0,))]),
-        # where every block has one element, the next axis only says that its first coord has it
+        # once every block has one element, only the first coord of a further axis has it
         ([Factor(2, (0, 1))], [Factor(2, (0, 1))]),
         ([Factor(1, (1,)), Factor(2, (0,))], [Factor(2, (0, 1))]),
         ([Factor(3), Factor(1, (1,)), Factor(2)], [Factor(1, (1,)), Factor(6)]),
@@ -122,12 +123,12 @@ def test_layouts_that_own_the_same_are_the_same(sizes, largest):
         ([Factor(3, (0,)), Factor(0), Factor(2, (1,))], [Factor(0, (0, 1))]),
     ],
 )
-def test_some_canonical_forms(written, form):
+def test_examples_of_canonical_forms(written, form):
     assert canonical(written, (2, 3, 1, 7)) == tuple(form)
 
 
 @given(layouts(shape=(12, 36, 30)), st.data())
-def test_a_split_factor_cuts_as_the_whole_did(layout, data):
+def test_splitting_a_factor_keeps_its_blocks(layout, data):
     on = layout.axes
     f = data.draw(st.sampled_from([f for dim in layout.dims for f in dim]))
     outer = data.draw(st.sampled_from(divisors(f.size)))
@@ -139,21 +140,21 @@ def test_a_split_factor_cuts_as_the_whole_did(layout, data):
     else:
         assert halves[0].size == outer
         ways = [list(halves)]
-    alike = [
+    same_blocks = [
         all(cut_by_hand([way], on, coord) == cut_by_hand([[f]], on, coord) for coord in coords(on))
         for way in ways
     ]
-    assert any(alike) == (halves is not None)
+    assert any(same_blocks) == (halves is not None)
 
 
 @pytest.mark.parametrize("outer", [0, 5, 7, 25])
-def test_a_factor_splits_only_by_a_divisor(outer):
+def test_a_factor_is_split_only_by_a_divisor(outer):
     assert split(Factor(24), outer, ()) is None
 
 
 @many
 @given(layouts(shape=(24, 13)))
-def test_atoms_cut_as_the_dim_and_do_not_split(layout):
+def test_atoms_have_the_blocks_of_the_dim_and_cannot_be_split(layout):
     sizes = layout.axes.sizes
     for dim, size in zip(layout.dims, layout.shape, strict=True):
         small, idle = atoms(dim, sizes)
@@ -166,13 +167,23 @@ def test_atoms_cut_as_the_dim_and_do_not_split(layout):
 
 
 @given(layouts(shape=(36,)), st.sampled_from(divisors(36)))
-def test_what_is_taken_and_what_is_left_make_up_the_atoms(layout, size):
+def test_taking_the_outer_atoms_keeps_the_blocks(layout, size):
     sizes = layout.axes.sizes
     small, idle = atoms(layout.dims[0], sizes)
     taken = take(small, size)
-    if taken is None:
-        assert layout.sharded
-    else:
-        outer, rest = taken
-        assert math.prod(f.size for f in outer) == size
-        assert canonical([Factor(1, idle), *outer, *rest], sizes) == layout.dims[0]
+    assume(taken is not None)
+    outer, rest = taken
+    assert math.prod(f.size for f in outer) == size
+    assert canonical([Factor(1, idle), *outer, *rest], sizes) == layout.dims[0]
+
+
+@pytest.mark.parametrize(("sizes", "n"), [((2, 2), 12), ((3, 2), 12), ((2, 3), 30), ((7,), 72)])
+def test_atoms_are_taken_exactly_where_some_way_to_write_the_dim_has_an_end(sizes, n):
+    on = Axes(sizes)
+    ends = defaultdict(lambda: {1})
+    for (dim,) in every_writing(on, (n,)):
+        ends[Layout(on, [dim])].update(itertools.accumulate((f.size for f in dim), mul))
+    assert len(ends) > 10
+    for layout, found in ends.items():
+        small, _ = atoms(layout.dims[0], sizes)
+        assert {size for size in divisors(n) if take(small, size) is not None} == found, layout

@@ -16,6 +16,7 @@ from shardwise.layout import (
     Shard,
     block_offset,
     block_shape,
+    contiguous_stride,
     global_shape,
     global_stride,
     largest_block,
@@ -26,15 +27,15 @@ from shardwise.layout import (
 @many
 @given(layouts(partial=False))
 def test_blocks_partition_the_tensor(layout):
-    painted = np.zeros(layout.shape, dtype=int)
+    count = np.zeros(layout.shape, dtype=int)
     for coord in coords(layout.axes):
         if all(coord[a] == 0 for a in range(len(coord)) if a not in layout.sharded):
-            painted[np.ix_(*(np.asarray(i, dtype=int) for i in owned(layout, coord)))] += 1
-    assert (painted == 1).all()
+            count[np.ix_(*(np.asarray(i, dtype=int) for i in owned(layout, coord)))] += 1
+    assert (count == 1).all()
 
 
 @given(layouts())
-def test_ranks_that_differ_on_other_axes_own_the_same(layout):
+def test_ranks_that_differ_on_axes_that_split_nothing_own_the_same(layout):
     for coord in coords(layout.axes):
         first = [c if a in layout.sharded else 0 for a, c in enumerate(coord)]
         assert [list(i) for i in owned(layout, coord)] == [list(i) for i in owned(layout, first)]
@@ -61,13 +62,13 @@ def test_the_first_block_is_the_largest(layout):
 
 @many
 @given(st.data())
-def test_a_plain_shard_cuts_as_torch_chunk_does(data):
+def test_a_plain_shard_has_the_blocks_of_torch_chunk(data):
     on, shape = data.draw(axes()), data.draw(shapes())
-    said = data.draw(placements(on, len(shape)))
-    layout = Layout.of(shape, on, said)
+    given_placements = data.draw(placements(on, len(shape)))
+    layout = Layout.of(shape, on, given_placements)
     for coord in coords(on):
         block = torch.from_numpy(counting(shape))
-        for axis, p in enumerate(said):
+        for axis, p in enumerate(given_placements):
             if isinstance(p, Shard):
                 chunks = block.chunk(on.sizes[axis], p.dim)
                 block = chunks[coord[axis]] if coord[axis] < len(chunks) else block.narrow(p.dim, 0, 0)
@@ -75,7 +76,7 @@ def test_a_plain_shard_cuts_as_torch_chunk_does(data):
 
 
 def _lines(run):
-    """How many lines of Python a call runs."""
+    """The number of lines of Python that a call runs."""
     count, before = 0, sys.gettrace()
 
     def trace(frame, event, arg):
@@ -91,26 +92,26 @@ def _lines(run):
     return count
 
 
-@pytest.mark.parametrize("ask", [block_shape, block_offset, lambda layout, coord: largest_block(layout)])
-def test_the_cost_does_not_depend_on_the_number_of_ranks(ask):
+@pytest.mark.parametrize("function", [block_shape, block_offset, lambda layout, coord: largest_block(layout)])
+def test_the_cost_does_not_depend_on_the_number_of_ranks(function):
     def cost(size):
         layout = Layout.of((2**16, 7), Axes((size, size, size)), (Shard(0), Shard(1), Shard(0)))
-        return _lines(lambda: ask(layout, (0, 1, 1)))
+        return _lines(lambda: function(layout, (0, 1, 1)))
 
     assert 0 < cost(16) == cost(2)
 
 
 @given(axes(max_size=3), st.data())
-def test_blocks_of_one_shape_make_up_the_global_shape(on, data):
+def test_blocks_of_one_shape_add_up_to_the_global_shape(on, data):
     layout = data.draw(layouts(on, data.draw(shapes(min_size=1)), plain=True))
     block = data.draw(st.tuples(*(st.integers(0, 5) for _ in layout.shape)))
-    whole = Layout.of(global_shape(layout, block), on, layout.placements)
+    full = Layout.of(global_shape(layout, block), on, layout.placements)
     for coord in coords(on):
-        assert block_shape(whole, coord) == block
+        assert block_shape(full, coord) == block
 
 
-def test_a_block_of_other_dims_has_no_global_shape():
-    with pytest.raises(LayoutError, match=r"(?s)why: it has 1 dims, the layout 2.*fix: "):
+def test_a_block_with_another_number_of_dims_has_no_global_shape():
+    with pytest.raises(LayoutError, match=r"(?s)why: the block has 1 dims and the layout has 2.*fix: "):
         global_shape(Layout.of((2, 3), Axes((2,)), [Shard(0)]), (2,))
 
 
@@ -128,10 +129,15 @@ def test_global_strides_keep_the_order_of_the_blocks_memory(shape, data):
 
 
 @given(shapes(max_dims=3, min_size=1, max_size=5), st.data())
-def test_global_strides_are_dense_whatever_the_blocks_are(shape, data):
+def test_global_strides_are_dense_for_any_local_strides(shape, data):
     local = data.draw(st.tuples(*(st.integers(0, 9) for _ in shape)))
     strides = global_stride(shape, local)
-    places = sorted(
+    positions = sorted(
         sum(i * s for i, s in zip(at, strides, strict=True)) for at in itertools.product(*map(range, shape))
     )
-    assert places == list(range(math.prod(shape)))
+    assert positions == list(range(math.prod(shape)))
+
+
+@given(shapes())
+def test_contiguous_strides_are_those_of_torch(shape):
+    assert contiguous_stride(shape) == torch.empty(shape).stride()

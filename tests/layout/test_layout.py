@@ -3,7 +3,7 @@ import itertools
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.strategies import axes, coords, layouts, many, placements, shapes
 
@@ -24,23 +24,24 @@ from shardwise.layout import (
 ON = Axes((2, 3), ("dp", "tp"))
 
 
-def read(text):
+def parse(text):
     return parse_layout(text, ON)[0]
 
 
 @many
 @given(layouts())
-def test_placements_say_all_there_is_to_a_layout(layout):
+def test_placements_determine_the_layout(layout):
     assert len(layout.placements) == len(layout.axes)
     assert Layout.of(layout.shape, layout.axes, layout.placements) is layout
 
 
 @many
 @given(st.data())
-def test_plain_placements_come_back_as_they_went_in(data):
+def test_plain_placements_are_kept(data):
     on, shape = data.draw(axes()), data.draw(shapes())
-    said = data.draw(placements(on, len(shape)))
-    for size, before, after in zip(on.sizes, said, Layout.of(shape, on, said).placements, strict=True):
+    given_placements = data.draw(placements(on, len(shape)))
+    layout = Layout.of(shape, on, given_placements)
+    for size, before, after in zip(on.sizes, given_placements, layout.placements, strict=True):
         match before:
             case _ if size == 1:
                 assert after == Replicate()
@@ -79,8 +80,8 @@ def test_layouts_are_equal_only_to_themselves(layout, data):
     assert len({layout, other}) == 1 + (other is not layout)
 
 
-def test_axes_and_shape_and_partial_tell_layouts_apart():
-    few = [
+def test_layouts_with_other_axes_shapes_or_reductions_differ():
+    different = [
         *(Layout.of((8,), ON, p) for p in itertools.product([Shard(0), Partial(), Replicate()], repeat=2)),
         *(Layout.of((8,), ON, [Partial(op), Replicate()]) for op in REDUCE_OPS if op != "sum"),
         Layout.of((9,), ON, [Shard(0), Replicate()]),
@@ -88,11 +89,11 @@ def test_axes_and_shape_and_partial_tell_layouts_apart():
         Layout.of((8,), Axes((2, 3)), [Shard(0), Replicate()]),
         Layout.of((8,), Axes((2, 4), ("dp", "tp")), [Shard(0), Replicate()]),
     ]
-    assert len(set(few)) == len(few)
+    assert len(set(different)) == len(different)
 
 
 def test_a_layout_cannot_be_changed():
-    layout = read("[8:dp, 6]")
+    layout = parse("[8:dp, 6]")
     for name in ("axes", "dims", "partial", "shape", "other"):
         with pytest.raises(AttributeError):
             setattr(layout, name, ())
@@ -102,35 +103,34 @@ def test_a_layout_cannot_be_changed():
 
 
 @given(axes(), shapes())
-def test_replicated_is_whole_everywhere(on, shape):
+def test_replicated_blocks_are_the_full_tensor(on, shape):
     layout = Layout.replicated(shape, on)
     assert layout is Layout.of(shape, on, [Replicate()] * len(on))
     assert {block_shape(layout, coord) for coord in coords(on)} == {shape}
 
 
 @given(layouts(), st.data())
-def test_without_axes_the_others_stay(layout, data):
-    gone = data.draw(st.sets(st.sampled_from(range(len(layout.axes)))))
-    left = layout.without(gone)
+def test_without_replicates_the_given_axes_and_keeps_the_others(layout, data):
+    drop = data.draw(st.sets(st.sampled_from(range(len(layout.axes)))))
+    left = layout.without(drop)
     assert left.shape == layout.shape
-    assert left.sharded == layout.sharded - gone
-    assert dict(left.partial) == {a: op for a, op in layout.partial if a not in gone}
-    assert all(left.placements[a] == Replicate() for a in gone)
+    assert left.sharded == layout.sharded - drop
+    assert dict(left.partial) == {a: op for a, op in layout.partial if a not in drop}
+    assert all(left.placements[a] == Replicate() for a in drop)
     assert layout.without(()) is layout
 
 
 @given(layouts(plain=True), st.data())
-def test_without_is_replicate_in_the_place_of_a_plain_shard(layout, data):
-    gone = data.draw(st.sets(st.sampled_from(range(len(layout.axes)))))
-    said = [Replicate() if a in gone else p for a, p in enumerate(layout.placements)]
-    assert layout.without(gone) is Layout.of(layout.shape, layout.axes, said)
+def test_without_replaces_plain_shards_with_replicate(layout, data):
+    drop = data.draw(st.sets(st.sampled_from(range(len(layout.axes)))))
+    expected = [Replicate() if a in drop else p for a, p in enumerate(layout.placements)]
+    assert layout.without(drop) is Layout.of(layout.shape, layout.axes, expected)
 
 
 @given(layouts(partial=False), st.data())
-def test_without_a_factors_last_axis_its_blocks_are_joined(layout, data):
+def test_without_the_last_axis_of_a_factor_joins_its_blocks(layout, data):
     ends = [f.axes[-1] for dim in layout.dims for f in dim if f.axes]
-    if not ends:
-        return
+    assume(ends)
     axis = data.draw(st.sampled_from(ends))
     left = layout.without([axis])
     for coord in coords(layout.axes):
@@ -140,30 +140,30 @@ def test_without_a_factors_last_axis_its_blocks_are_joined(layout, data):
             assert sorted(joined) == list(owned(left, coord)[d])
 
 
-def test_other_dims_or_other_partials():
-    layout = read("[8:dp, 6] P(tp,sum)")
-    assert layout.with_dim(0, Factor(8)) is read("[8, 6] P(tp,sum)")
-    assert layout.with_dim(1, Factor(9)) is read("[8:dp, 9] P(tp,sum)")
-    assert layout.with_dims([[Factor(5, (0,))]]) is read("[5:dp] P(tp,sum)")
-    assert layout.with_partial({}) is read("[8:dp, 6]")
-    assert layout.with_partial({1: "max"}) is read("[8:dp, 6] P(tp,max)")
+def test_dims_and_pending_reductions_can_be_replaced():
+    layout = parse("[8:dp, 6] P(tp,sum)")
+    assert layout.with_dim(0, Factor(8)) is parse("[8, 6] P(tp,sum)")
+    assert layout.with_dim(1, Factor(9)) is parse("[8:dp, 9] P(tp,sum)")
+    assert layout.with_dims([[Factor(5, (0,))]]) is parse("[5:dp] P(tp,sum)")
+    assert layout.with_partial({}) is parse("[8:dp, 6]")
+    assert layout.with_partial({1: "max"}) is parse("[8:dp, 6] P(tp,max)")
 
 
-def test_a_plain_shard_beside_a_factored_one_is_outermost():
-    said = [Shard(0), Shard(0, factors=(4, 6), factor=1)]
-    assert Layout.of((24,), ON, said) is read("[4:dp 6:tp]")
-    said = [Shard(0, factors=(5, 6), factor=0), Shard(0)]
-    assert Layout.of((30,), ON, said) is read("[5:dp,tp 6]")
+def test_a_plain_shard_beside_a_factored_one_splits_the_outermost_factor():
+    mixed = [Shard(0), Shard(0, factors=(4, 6), factor=1)]
+    assert Layout.of((24,), ON, mixed) is parse("[4:dp 6:tp]")
+    mixed = [Shard(0, factors=(5, 6), factor=0), Shard(0)]
+    assert Layout.of((30,), ON, mixed) is parse("[5:dp,tp 6]")
 
 
-def test_order_says_which_axis_is_outermost():
-    assert Layout.of((8,), ON, [Shard(0, order=1), Shard(0, order=0)]) is read("[8:tp,dp]")
-    assert Layout.of((8,), ON, [Shard(0, order=0), Shard(0, order=1)]) is read("[8:dp,tp]")
-    assert read("[8:tp,dp]").placements == (Shard(0, order=1), Shard(0, order=0))
+def test_order_determines_which_axis_is_outermost():
+    assert Layout.of((8,), ON, [Shard(0, order=1), Shard(0, order=0)]) is parse("[8:tp,dp]")
+    assert Layout.of((8,), ON, [Shard(0, order=0), Shard(0, order=1)]) is parse("[8:dp,tp]")
+    assert parse("[8:tp,dp]").placements == (Shard(0, order=1), Shard(0, order=0))
 
 
 WRONG = [
-    # what is asked for, and what the text must name
+    # a call, and what its error must mention
     (lambda: Layout.of((8, 6), ON, [Shard(0)]), ["same length", "dp=2, tp=3", "S(0)"]),
     (lambda: Layout.of((8, 6), ON, [Replicate()] * 3), ["3 for 2 axes"]),
     (lambda: Layout.of((8, 6), ON, [Shard(2), Replicate()]), ["Shard(2)", "dp", "2 dims", "-2..1"]),
@@ -184,19 +184,19 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "names"), WRONG)
-def test_what_cannot_be_is_an_error_that_says_why_and_what_to_do(ask, names):
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_an_invalid_layout_is_an_error_with_reason_and_fix(call, words):
     with pytest.raises(LayoutError) as caught:
-        ask()
+        call()
     text = str(caught.value)
     assert "\n  why: " in text
     assert "\n  fix: " in text
-    assert all(name in text for name in names), text
+    assert all(word in text for word in words), text
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_sum_and_avg_may_be_pending_together():
+def test_sum_and_avg_may_be_mixed():
     assert repr(Layout.of((8,), ON, [Partial("sum"), Partial("avg")])) == "[8] P(dp,sum) P(tp,avg)"
 
 

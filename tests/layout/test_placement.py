@@ -59,12 +59,12 @@ def test_replicate_is_neither():
         ),
     ],
 )
-def test_a_placement_prints_all_there_is_to_it(placement, long, short):
+def test_the_text_of_a_placement_is_complete(placement, long, short):
     assert repr(placement) == long
     assert str(placement) == short
 
 
-def test_only_a_shard_that_torch_could_say_is_plain():
+def test_only_a_shard_that_torch_could_express_is_plain():
     assert Shard(0).is_plain
     assert not Shard(0, order=0).is_plain
     assert not Shard(0, factors=(2, 3)).is_plain
@@ -94,18 +94,18 @@ def test_placements_are_frozen(placement):
 
 
 @pytest.mark.parametrize("op", ["mean", "SUM", "", "premul_sum"])
-def test_there_is_no_partial_of_an_unknown_op(op):
+def test_an_unknown_reduction_is_an_error(op):
     with pytest.raises(LayoutError, match=r"(?s)why: .*fix: .*sum, avg, max, min, product"):
         Partial(op)
 
 
 @pytest.mark.parametrize("dim", ["0", 1.0, None, True])
-def test_shard_takes_the_number_of_a_dim(dim):
-    with pytest.raises(TypeError, match="number of a tensor dim"):
+def test_shard_takes_the_index_of_a_dim(dim):
+    with pytest.raises(TypeError, match="index of a tensor dim"):
         Shard(dim)
 
 
 @pytest.mark.parametrize("factor", [-1, 2])
-def test_shard_splits_one_of_its_factors(factor):
+def test_a_factor_out_of_range_is_an_error(factor):
     with pytest.raises(LayoutError, match=r"(?s)why: .*2 factors.*fix: .*0\.\.1"):
         Shard(0, factors=(4, 6), factor=factor)

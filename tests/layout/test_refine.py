@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.strategies import axes, block_of, coords, counting, every_writing, layouts, many, shapes
 
@@ -22,7 +22,7 @@ def _part(box):
 
 
 def _check_that_blocks_meet(source, target):
-    """Every receiver gets each element of its block once, from the senders that differ in the source's axes."""
+    """Every receiver gets each element of its block once, from the senders that differ on axes that split the source."""
     pieces, on = refine(source, target), source.axes
     dense = counting(source.shape)
     for receiver in coords(on):
@@ -50,28 +50,29 @@ def _check_that_blocks_meet(source, target):
 def test_the_boxes_of_all_senders_fill_each_block_once(data):
     on, shape = data.draw(axes(max_count=12)), data.draw(shapes(max_dims=3))
     source, target = data.draw(layouts(on, shape)), data.draw(layouts(on, shape))
-    if refine(source, target) is not None:
-        _check_that_blocks_meet(source, target)
+    assume(refine(source, target) is not None)
+    _check_that_blocks_meet(source, target)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 2), (7,)])
-def test_also_where_the_factors_do_not_come_as_written(sizes):
+def test_boxes_fill_blocks_for_layouts_in_every_way_to_write_them(sizes):
     on = Axes(sizes)
     every = sorted({Layout(on, writing) for writing in every_writing(on, (12,))}, key=repr)
-    for source, target in list(itertools.product(every, repeat=2))[::97]:
-        if refine(source, target) is not None:
-            _check_that_blocks_meet(source, target)
+    pairs = [pair for pair in itertools.product(every, repeat=2) if refine(*pair) is not None]
+    assert len(pairs) > len(every)
+    for source, target in pairs[::37]:
+        _check_that_blocks_meet(source, target)
 
 
 @given(layouts())
-def test_a_layout_meets_itself(layout):
+def test_a_layout_refines_with_itself(layout):
     pieces = refine(layout, layout)
     assert pieces is not None
     assert all(source == target for dim in pieces for _, source, target in dim)
 
 
 @given(st.data())
-def test_plain_layouts_always_meet(data):
+def test_plain_layouts_always_have_common_factors(data):
     on, shape = data.draw(axes(max_count=12)), data.draw(shapes(max_dims=3))
     source, target = (data.draw(layouts(on, shape, plain=True)) for _ in range(2))
     assert refine(source, target) is not None
@@ -94,7 +95,7 @@ def test_the_pieces_are_both_layouts_in_the_same_factors(data):
 
 
 @pytest.mark.parametrize(("sizes", "n"), [((2, 2), 12), ((3, 2), 12), ((3,), 60), ((2, 3), 30), ((7,), 72)])
-def test_they_are_found_wherever_there_are_any(sizes, n):
+def test_common_factors_are_found_wherever_they_exist(sizes, n):
     on = Axes(sizes)
     ways = defaultdict(set)
     for (dim,) in every_writing(on, (n,)):
@@ -104,7 +105,7 @@ def test_they_are_found_wherever_there_are_any(sizes, n):
         assert (refine(source, target) is None) == ways[source].isdisjoint(ways[target]), (source, target)
 
 
-def test_blocks_that_cut_across_each_other_do_not_meet_in_boxes():
+def test_there_are_no_common_factors_if_blocks_overlap_irregularly():
     on = Axes((2, 3), ("a", "b"))
     source, target = (parse_layout(text, on)[0] for text in ("[2 3:b]", "[3 2:a]"))
     assert refine(source, target) is None

@@ -16,7 +16,7 @@ ON = Axes((2, 2), ("dp", "tp"))
 
 
 class Mesh(enum.Enum):
-    """Stands in for a mesh; a member of an enum is the same object again after pickling."""
+    """Stand-ins for meshes: a member of an enum unpickles to the same object."""
 
     A = 1
     B = 2
@@ -39,12 +39,12 @@ def spec_of(layout, mesh=Mesh.A, dtype=torch.float32, stride=None):
     )
 
 
-def read(text):
+def parse(text):
     return parse_layout(text, ON)[0]
 
 
 @given(layouts(), st.sampled_from(Mesh), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
-def test_a_spec_is_one_object_however_it_comes_about(layout, mesh, dtype):
+def test_specs_are_interned(layout, mesh, dtype):
     spec = spec_of(layout, mesh, dtype)
     assert spec_of(layout, mesh, dtype) is spec
     assert copy.copy(spec) is spec
@@ -55,7 +55,7 @@ def test_a_spec_is_one_object_however_it_comes_about(layout, mesh, dtype):
 
 
 @given(layouts())
-def test_a_spec_says_all_a_tensor_is_but_its_data(layout):
+def test_a_spec_has_everything_but_the_data(layout):
     spec = spec_of(layout)
     assert spec.mesh is spec.device_mesh is Mesh.A
     assert spec.layout is layout
@@ -66,23 +66,23 @@ def test_a_spec_says_all_a_tensor_is_but_its_data(layout):
     assert spec.tensor_meta == TensorMeta(spec.shape, spec.stride, torch.float32)
 
 
-def test_every_part_tells_specs_apart():
-    layout = read("[8:dp, 6]")
-    few = [
+def test_specs_that_differ_in_one_part_differ():
+    layout = parse("[8:dp, 6]")
+    different = [
         spec_of(layout),
         spec_of(layout, Mesh.B),
         spec_of(layout, dtype=torch.float64),
         spec_of(layout, stride=(1, 8)),
-        spec_of(read("[8, 6:dp]")),
-        spec_of(read("[8:dp, 6] P(tp,sum)")),
+        spec_of(parse("[8, 6:dp]")),
+        spec_of(parse("[8:dp, 6] P(tp,sum)")),
     ]
-    assert len(set(few)) == len(few)
-    assert all((a == b) == (a is b) for a in few for b in few)
+    assert len(set(different)) == len(different)
+    assert all((a == b) == (a is b) for a in different for b in different)
 
 
-def test_meshes_are_told_apart_by_identity():
+def test_meshes_are_compared_by_identity():
     a, b = AnyMesh(), AnyMesh()
-    layout = read("[8:dp]")
+    layout = parse("[8:dp]")
     assert spec_of(layout, a) is spec_of(layout, a)
     assert spec_of(layout, a) is not spec_of(layout, b)
     assert spec_of(layout, b).mesh is b
@@ -95,26 +95,26 @@ def test_specs_are_hashed_by_identity():
     assert Spec.__eq__ is object.__eq__
 
 
-def test_another_layout_or_dtype_of_the_same_tensor():
-    spec = spec_of(read("[8:dp, 6]"))
-    assert spec.with_layout(read("[8, 6:tp]")) is spec_of(read("[8, 6:tp]"))
-    assert spec.with_layout(read("[8, 6:tp]"), (1, 8)) is spec_of(read("[8, 6:tp]"), stride=(1, 8))
-    assert spec.with_dtype(torch.int32) is spec_of(read("[8:dp, 6]"), dtype=torch.int32)
+def test_layout_and_dtype_can_be_replaced():
+    spec = spec_of(parse("[8:dp, 6]"))
+    assert spec.with_layout(parse("[8, 6:tp]")) is spec_of(parse("[8, 6:tp]"))
+    assert spec.with_layout(parse("[8, 6:tp]"), (1, 8)) is spec_of(parse("[8, 6:tp]"), stride=(1, 8))
+    assert spec.with_dtype(torch.int32) is spec_of(parse("[8:dp, 6]"), dtype=torch.int32)
 
 
 def test_a_spec_cannot_be_changed():
-    spec = spec_of(read("[8:dp]"))
+    spec = spec_of(parse("[8:dp]"))
     for name in ("mesh", "layout", "dtype", "shape", "stride", "placements", "tensor_meta", "other"):
         with pytest.raises(AttributeError):
             setattr(spec, name, None)
         with pytest.raises(AttributeError):
             delattr(spec, name)
-    assert spec_of(read("[8:dp]")) is spec
+    assert spec_of(parse("[8:dp]")) is spec
 
 
-def test_specs_nobody_holds_are_forgotten():
+def test_unused_specs_are_freed():
     mesh = AnyMesh()
-    spec, known = weakref.ref(spec_of(read("[8:dp]"), mesh)), weakref.ref(mesh)
+    spec, known = weakref.ref(spec_of(parse("[8:dp]"), mesh)), weakref.ref(mesh)
     del mesh
     gc.collect()
     assert spec() is None
@@ -122,7 +122,7 @@ def test_specs_nobody_holds_are_forgotten():
 
 
 def test_a_spec_prints_as_its_layout_and_dtype():
-    spec = spec_of(read("[8:dp, 6] P(tp,sum)"), dtype=torch.bfloat16)
+    spec = spec_of(parse("[8:dp, 6] P(tp,sum)"), dtype=torch.bfloat16)
     assert str(spec) == "bf16[8:dp, 6] P(tp,sum)"
     assert repr(spec) == "Spec(bf16[8:dp, 6] P(tp,sum) on dp=2, tp=2)"
     assert parse_layout(str(spec), ON) == (spec.layout, "bf16")
@@ -131,11 +131,11 @@ def test_a_spec_prints_as_its_layout_and_dtype():
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
-def test_every_dtype_of_torch_has_a_name_of_its_own_that_parses():
+def test_every_dtype_of_torch_has_a_unique_short_name_that_parses():
     names = [dtype_text(d) for d in DTYPES]
     assert len(set(names)) == len(DTYPES)
     for name in names:
-        assert parse_layout(f"{name}[8:dp]", ON) == (read("[8:dp]"), name)
+        assert parse_layout(f"{name}[8:dp]", ON) == (parse("[8:dp]"), name)
 
 
 @pytest.mark.parametrize(
@@ -150,5 +150,5 @@ def test_every_dtype_of_torch_has_a_name_of_its_own_that_parses():
         (torch.float8_e5m2, "f8_e5m2"),
     ],
 )
-def test_some_short_names(dtype, name):
+def test_examples_of_short_names(dtype, name):
     assert dtype_text(dtype) == name

@@ -4,20 +4,20 @@ from hypothesis import strategies as st
 from tests.strategies import layouts, many
 
 from shardwise.layout import Axes, Layout, LayoutError, Partial, Replicate, Shard, parse_layout
-from shardwise.layout.text import count_text
+from shardwise.layout.text import block_sizes_text
 
 ON = Axes((2, 3), ("dp", "tp"))
 
 
 @many
 @given(layouts())
-def test_a_layout_reads_back_from_its_text(layout):
+def test_the_text_of_a_layout_parses_back(layout):
     assert parse_layout(repr(layout), layout.axes) == (layout, "")
     assert parse_layout(repr(layout), layout.axes)[0] is layout
 
 
 @given(layouts(), st.sampled_from(["f32", "bf16", "i64", "bool", "f8_e4m3fn", "c64"]))
-def test_with_its_dtype_too(layout, dtype):
+def test_the_text_with_a_dtype_parses_back(layout, dtype):
     text = layout.text(dtype)
     assert text == dtype + repr(layout)
     assert parse_layout(text, layout.axes) == (layout, dtype)
@@ -45,11 +45,11 @@ def test_the_notation(text, shape, placements):
 
 
 @pytest.mark.parametrize("text", ["[8:dp,  6]", " [ 8:dp, 6 ] ", "[2:dp 4, 6]", "[8:dp, 1 6]"])
-def test_other_ways_to_write_one(text):
+def test_other_spellings_parse_to_the_same_layout(text):
     assert parse_layout(text, ON)[0] is Layout.of((8, 6), ON, (Shard(0), Replicate()))
 
 
-def test_a_blank_after_the_axis_of_a_partial_does_no_harm():
+def test_a_space_after_the_axis_of_a_partial_is_allowed():
     assert parse_layout("[8] P(tp, max)", ON) == parse_layout("[8] P(tp,max)", ON)
 
 
@@ -65,18 +65,18 @@ def test_a_blank_after_the_axis_of_a_partial_does_no_harm():
         "[8] P(dp,sum) P(tp,max)",
     ],
 )
-def test_a_text_that_is_no_layout_is_an_error(text):
+def test_invalid_text_is_an_error(text):
     with pytest.raises(LayoutError, match=r"(?s)\n  why: .+\n  fix: .+"):
         parse_layout(text, ON)
 
 
-def test_no_unknown_op_hides_on_an_axis_of_size_1():
+def test_an_unknown_reduction_is_an_error_also_on_an_axis_of_size_1():
     with pytest.raises(LayoutError):
         parse_layout("[8] P(dp,mean)", Axes((1,), ("dp",)))
 
 
 @given(st.data())
-def test_any_text_is_a_layout_or_an_error(data):
+def test_any_text_parses_or_raises_a_layout_error(data):
     layout = data.draw(layouts())
     text = data.draw(st.text("[]():,. 0123abcdptP²", max_size=12) | st.just(repr(layout)))
     at = data.draw(st.integers(0, len(text)))
@@ -86,10 +86,10 @@ def test_any_text_is_a_layout_or_an_error(data):
         + text[at + data.draw(st.integers(0, 2)) :]
     )
     try:
-        read, dtype = parse_layout(text, layout.axes)
+        parsed, dtype = parse_layout(text, layout.axes)
     except LayoutError:
         return
-    assert parse_layout(read.text(dtype), layout.axes) == (read, dtype)
+    assert parse_layout(parsed.text(dtype), layout.axes) == (parsed, dtype)
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_any_text_is_a_layout_or_an_error(data):
         ((1,) * 5 + (0,) * 30, "(1, 1, 1, … 0)"),
     ],
 )
-def test_block_sizes_are_told_in_short(blocks, text):
-    assert count_text(blocks) == text
+def test_block_sizes_are_abbreviated(blocks, text):
+    assert block_sizes_text(blocks) == text

@@ -1,7 +1,7 @@
-"""Ops that this machine has no kernel of, with calls of each, and kernels written plainly that stand in for them.
+"""Ops without a CPU kernel: calls of each, and reference kernels in their place.
 
-Their rows cannot be tried on what will run. They are tried on the same mathematics, which is what a row is about, and
-the shapes of their blocks on torch's meta kernels.
+Their rows cannot be verified with the kernels that will run. They are verified with the same mathematics, on which a row
+depends, and the shapes of their blocks with torch's meta kernels.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tests.rules import samples
-from tests.rules.samples import Call, _call
+from tests.rules import calls
+from tests.rules.calls import Call
+from tests.rules.calls import call as _call
 from torch import Tensor
 
 _Kernel = Callable[..., Any]
-_PADDED = 32  # a multiple of which the rows of the efficient kernels' logsumexp are
+_PADDED = 32  # the efficient kernels pad the logsumexp to a multiple of this
 
 
 def _x(*shape: int, seed: int = 0) -> Tensor:
-    """Some numbers; what these kernels keep of each row has this dtype whatever they are given."""
-    return samples._x(*shape, dtype=torch.float32, seed=seed)
+    """Numbers in float32, the dtype of these kernels' logsumexp for all inputs."""
+    return calls.x(*shape, dtype=torch.float32, seed=seed)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    out = q @ _spread(k, q).mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    out = q @ _repeat_heads(k, q).mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
         out = out + torch.full(out.shape[-2:], -math.inf, dtype=out.dtype).triu(1)
     return out if bias is None else out + bias
 
 
-def _spread(k: Tensor, q: Tensor) -> Tensor:
-    """Heads of keys as many as those of queries."""
+def _repeat_heads(k: Tensor, q: Tensor) -> Tensor:
+    """Repeat key heads to the number of query heads."""
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-def _gathered(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of what was spread, or broadcast."""
+def _sum_repeated(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of a tensor whose heads were repeated, or that was broadcast."""
     if like.dim() == 4 and like.shape[1] not in (1, grad.shape[1]):
         grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
     return grad.sum_to_size(like.shape)
@@ -47,21 +48,21 @@ def _gathered(grad: Tensor, like: Tensor) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     scores = _scores(q, k, *how)
     weights = scores.softmax(-1)
-    return weights @ _spread(v, q), scores.logsumexp(-1), weights
+    return weights @ _repeat_heads(v, q), scores.logsumexp(-1), weights
 
 
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """From what the forward gave, as kernels do: out and the logsumexp of each query."""
+    """The gradients from the forward's outputs, as kernels compute them: `out` and the logsumexp of each query."""
     bias, scale = how[0], 1 / math.sqrt(q.shape[-1]) if how[2] is None else how[2]
     weights = (_scores(q, k, *how) - lse[..., None]).exp()
-    into = weights * (grad @ _spread(v, q).mT - (grad * out).sum(-1, keepdim=True))
+    into = weights * (grad @ _repeat_heads(v, q).mT - (grad * out).sum(-1, keepdim=True))
     return (
-        into @ _spread(k, q) * scale,
-        _gathered(into.mT @ q * scale, k),
-        _gathered(weights.mT @ grad, v),
-        None if bias is None else _gathered(into, bias),
+        into @ _repeat_heads(k, q) * scale,
+        _sum_repeated(into.mT @ q * scale, k),
+        _sum_repeated(weights.mT @ grad, v),
+        None if bias is None else _sum_repeated(into, bias),
     )
 
 
@@ -69,8 +70,8 @@ def _seed() -> Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-def _turned(*tensors: Tensor | None) -> list[Any]:
-    """Between heads after positions and before."""
+def _swap_heads(*tensors: Tensor | None) -> list[Any]:
+    """Swap the dims of heads and positions."""
     return [None if t is None else t.transpose(1, 2).contiguous() for t in tensors]
 
 
@@ -139,16 +140,16 @@ def _mps(
 
 
 def _flash_long(q, k, v, cq, ck, mq, mk, dropout_p, is_causal, return_debug_mask, *, scale=None, **others):
-    out, lse, _ = _attend(*_turned(q, k, v), None, is_causal, scale)
+    out, lse, _ = _attend(*_swap_heads(q, k, v), None, is_causal, scale)
     states = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-    return *_turned(out), lse, *states, q.new_empty(0)
+    return *_swap_heads(out), lse, *states, q.new_empty(0)
 
 
 def _flash_long_backward(
     grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, unused, *, scale=None, **others
 ):
-    turned = _turned(grad, q, k, v, out)
-    return tuple(_turned(*_attend_backward(*turned, lse, None, is_causal, scale)[:3]))
+    swapped = _swap_heads(grad, q, k, v, out)
+    return tuple(_swap_heads(*_attend_backward(*swapped, lse, None, is_causal, scale)[:3]))
 
 
 def _efficient_long(
@@ -167,18 +168,18 @@ def _efficient_long(
     scale=None,
     **others,
 ):
-    out, lse, _ = _attend(*_turned(q, k, v), bias, custom_mask_type == 1, scale)
+    out, lse, _ = _attend(*_swap_heads(q, k, v), bias, custom_mask_type == 1, scale)
     seen = _padded(lse) if compute_log_sumexp else lse[..., :0].clone()
-    return *_turned(out), seen, _seed(), _seed(), q.shape[1], k.shape[1]
+    return *_swap_heads(out), seen, _seed(), _seed(), q.shape[1], k.shape[1]
 
 
 def _efficient_long_backward(
     grad, q, k, v, bias, out, cq, ck, mq, mk, lse, dropout_p, seed, offset, custom_mask_type, bias_requires_grad,
     *, scale=None, **others,
 ):  # fmt: skip
-    turned = _turned(grad, q, k, v, out)
-    grads = _attend_backward(*turned, lse[..., : q.shape[1]], bias, custom_mask_type == 1, scale)
-    return *_turned(*grads[:3]), grads[3] if bias_requires_grad else None
+    swapped = _swap_heads(grad, q, k, v, out)
+    grads = _attend_backward(*swapped, lse[..., : q.shape[1]], bias, custom_mask_type == 1, scale)
+    return *_swap_heads(*grads[:3]), grads[3] if bias_requires_grad else None
 
 
 def _rms_norm_backward(grad, x, normalized_shape, rstd, weight, mask):
@@ -190,11 +191,11 @@ def _rms_norm_backward(grad, x, normalized_shape, rstd, weight, mask):
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 
-# Sizes of batch, heads, queries, keys and width, of heads of keys, and a mask's shape.
+# Sizes (batch, query heads, queries, keys, width, key heads), whether it is causal, and the shape of a mask.
 _SHAPES: tuple[tuple[tuple[int, ...], bool, tuple[int, ...] | None], ...] = (
     ((3, 5, 2, 3, 2, 5), False, None),
-    ((4, 4, 4, 3, 1, 4), True, None),  # which dim is which?
-    ((2, 4, 3, 2, 1, 2), False, None),  # heads share keys
+    ((4, 4, 4, 3, 1, 4), True, None),  # equal sizes, so that dims can be confused
+    ((2, 4, 3, 2, 1, 2), False, None),  # query heads share key heads
     ((3, 4, 1, 2, 1, 1), True, None),
     ((2, 3, 2, 3, 1, 3), False, (2, 3, 2, 3)),
     ((3, 2, 2, 3, 1, 2), False, (1, 2, 2, 3)),
@@ -203,7 +204,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], bool, tuple[int, ...] | None], ...] = (
 
 
 def _calls(make: Callable[..., Call | None]) -> Callable[[], list[Call]]:
-    def calls() -> list[Call]:
+    def build() -> list[Call]:
         out = []
         for (b, h, s, t, e, shared), causal, mask in _SHAPES:
             q, k, v = _x(b, h, s, e), _x(b, shared, t, e, seed=1), _x(b, shared, t, e, seed=2)
@@ -213,7 +214,7 @@ def _calls(make: Callable[..., Call | None]) -> Callable[[], list[Call]]:
             out += [] if call is None else [call]
         return out
 
-    return calls
+    return build
 
 
 def _of_flash(q, k, v, y, lse, grad, bias, causal):
@@ -233,7 +234,7 @@ def _of_efficient(q, k, v, y, lse, grad, bias, causal):
 
 def _of_efficient_backward(q, k, v, y, lse, grad, bias, causal):
     if q.shape[1] != k.shape[1]:
-        return None  # its heads do not share
+        return None  # it does not support shared key heads
     mask = [True, True, True, bias is not None]
     return _call(grad, q, k, v, bias, y, _padded(lse), _seed(), _seed(), 0.0, mask, causal)
 
@@ -250,26 +251,26 @@ def _of_overrideable_backward(q, k, v, y, lse, grad, bias, causal):
 
 def _of_flash_long(q, k, v, y, lse, grad, bias, causal):
     sizes = (q.shape[2], k.shape[2])
-    return None if bias is not None else _call(*_turned(q, k, v), None, None, *sizes, 0.0, causal, False)
+    return None if bias is not None else _call(*_swap_heads(q, k, v), None, None, *sizes, 0.0, causal, False)
 
 
 def _of_flash_long_backward(q, k, v, y, lse, grad, bias, causal):
     sizes, states = (q.shape[2], k.shape[2]), (_seed(), _seed())
-    turned = _turned(grad, q, k, v, y)
-    return None if bias is not None else _call(*turned, lse, None, None, *sizes, 0.0, causal, *states)
+    swapped = _swap_heads(grad, q, k, v, y)
+    return None if bias is not None else _call(*swapped, lse, None, None, *sizes, 0.0, causal, *states)
 
 
 def _of_efficient_long(q, k, v, y, lse, grad, bias, causal):
-    call = _call(*_turned(q, k, v), bias, None, None, None, None, 0.0, int(causal), True)
+    call = _call(*_swap_heads(q, k, v), bias, None, None, None, None, 0.0, int(causal), True)
     return call if q.shape[1] == k.shape[1] else None
 
 
 def _of_efficient_long_backward(q, k, v, y, lse, grad, bias, causal):
     if q.shape[1] != k.shape[1]:
         return None
-    turned, sizes = _turned(grad, q, k, v), (q.shape[2], k.shape[2])
+    swapped, sizes = _swap_heads(grad, q, k, v), (q.shape[2], k.shape[2])
     rest = (_padded(lse), 0.0, _seed(), _seed(), int(causal), bias is not None)
-    return _call(*turned, bias, *_turned(y), None, None, *sizes, *rest)
+    return _call(*swapped, bias, *_swap_heads(y), None, None, *sizes, *rest)
 
 
 def _rms_norms() -> list[Call]:
@@ -286,7 +287,7 @@ def _rms_norms() -> list[Call]:
 
 
 _NVIDIA = "its kernel is for CUDA"
-# By name: why it is not here, what stands in for it, and calls.
+# By name: why there is no CPU kernel, a reference kernel, and calls.
 ABSENT: dict[str, tuple[str, _Kernel, Callable[[], list[Call]]]] = {
     "aten._scaled_dot_product_flash_attention.default": (_NVIDIA, _flash, _calls(_of_flash)),
     "aten._scaled_dot_product_flash_attention_backward.default": (
@@ -305,11 +306,11 @@ ABSENT: dict[str, tuple[str, _Kernel, Callable[[], list[Call]]]] = {
         _NVIDIA, _cudnn_backward, _calls(_of_cudnn_backward),
     ),
     "aten._scaled_dot_product_fused_attention_overrideable.default": (
-        "who has another device brings its kernel",
+        "other devices register their own kernel",
         _overrideable, _calls(lambda q, k, v, y, lse, g, bias, causal: _call(q, k, v, bias, 0.0, causal)),
     ),
     "aten._scaled_dot_product_fused_attention_overrideable_backward.default": (
-        "who has another device brings its kernel", _overrideable_backward, _calls(_of_overrideable_backward),
+        "other devices register their own kernel", _overrideable_backward, _calls(_of_overrideable_backward),
     ),
     "aten._scaled_dot_product_attention_math_for_mps.default": (
         "its kernel is for MPS", _mps, _calls(lambda q, k, v, y, lse, g, bias, causal: _call(q, k, v, bias, 0.0, causal)),
@@ -321,18 +322,18 @@ ABSENT: dict[str, tuple[str, _Kernel, Callable[[], list[Call]]]] = {
         _NVIDIA, _efficient_long_backward, _calls(_of_efficient_long_backward),
     ),
     "aten._fused_rms_norm_backward.default": (
-        "its kernel is for CUDA and MPS; on the CPU the norm is made of other ops", _rms_norm_backward, _rms_norms,
+        "its kernel is for CUDA and MPS; on the CPU the norm is composed of other ops", _rms_norm_backward, _rms_norms,
     ),
 }  # fmt: skip
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """All of them as if the CPU had kernels of them."""
-    here = torch.library.Library("aten", "IMPL")
+def reference_kernels() -> Iterator[None]:
+    """Register the reference kernels for the CPU."""
+    library = torch.library.Library("aten", "IMPL")
     try:
         for name, (_, kernel, _) in ABSENT.items():
-            here.impl(name.removeprefix("aten.").removesuffix(".default"), kernel, "CPU")
+            library.impl(name.removeprefix("aten.").removesuffix(".default"), kernel, "CPU")
         yield
     finally:
-        here._destroy()
+        library._destroy()

@@ -1,4 +1,4 @@
-"""An op on layouts given as text, against the dense op: values, gradients, and what was sent."""
+"""Compare an op on tensors in given layouts with the dense op: values, gradients and communication."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardwise.layout import parse_layout
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Some numbers of both signs, none of them twice."""
+    """Distinct numbers of both signs."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
 
 
 def below(high: int, *shape: int, seed: int = 0) -> Tensor:
-    """Some indices."""
+    """Indices from 0 up to `high`."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -39,34 +39,39 @@ def check(
     layouts: Sequence[str],
     *,
     mesh: Sequence[int] = (4,),
-    lies: str | None = None,
+    expect: str | None = None,
     free: bool = True,
     grad: bool = True,
 ) -> None:
-    """The op and its gradient are the dense ones; `free` says that neither sends; the first result lies `so`."""
+    """Compare `fn` and its gradient with the dense ones.
 
-    def wants(t: Tensor) -> bool:
+    `expect` is the layout of the first result. `free`: neither `fn` nor its backward communicates. `grad=False` is for
+    functions without a gradient, and for those whose backward is not checked.
+    """
+
+    def has_grad(t: Tensor) -> bool:
         return grad and (t.dtype.is_floating_point or t.dtype.is_complex)
 
-    dense = [v.clone().requires_grad_(wants(v)) for v in values]
+    dense = [v.clone().requires_grad_(has_grad(v)) for v in values]
     want = flat(fn(*dense))
     with sw.simulate(4):
         on = sw.init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("tp", "dp")[: len(mesh)])
-        mine = []
+        inputs = []
         for n, (v, text) in enumerate(zip(values, layouts, strict=True)):
             x = tensor(v, parse_layout(text, axes_of(on))[0], on, seed=n)
-            mine.append(x.detach().requires_grad_(wants(v)))
+            inputs.append(x.detach().requires_grad_(has_grad(v)))
         with counting() as ledger:
-            got = flat(fn(*mine))
+            got = flat(fn(*inputs))
         assert not free or ledger.bytes == 0, [str(e) for e in ledger.entries]
-        assert lies is None or str(got[0].sharding) == lies
+        assert expect is None or str(got[0].sharding) == expect
         for g, w in zip(got, want, strict=True):
             for rank in g.full_tensor().ranks:
                 torch.testing.assert_close(rank, w.detach(), equal_nan=True)
-        if not any(w.requires_grad for w in want):
+        if not grad:
             return
         smooth = [i for i, w in enumerate(want) if w.requires_grad]
-        whole = [
+        assert smooth, "no result requires a gradient: pass grad=False"
+        full = [
             sw.distribute_tensor(weights(want[i].detach()), on, [sw.Replicate()] * len(mesh)) for i in smooth
         ]
         leaves = [i for i, t in enumerate(dense) if t.requires_grad]
@@ -78,7 +83,7 @@ def check(
         )
         with counting() as ledger:
             grads = torch.autograd.grad(
-                [got[i] for i in smooth], [mine[i] for i in leaves], whole, allow_unused=True
+                [got[i] for i in smooth], [inputs[i] for i in leaves], full, allow_unused=True
             )
         assert not free or ledger.bytes == 0, [str(e) for e in ledger.entries]
         for g, w in zip(grads, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What calls to try rows on are made of: tensors of numbers that differ, and indices."""
+"""Building blocks of the calls that rows are verified on: tensors of distinct numbers, and indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _rng(seed: int = 0) -> torch.Generator:
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Numbers of both signs, no two alike where there are enough of them."""
+    """Numbers of both signs, distinct where the dtype has enough of them."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=_rng(seed)).bool()
     if dtype.is_floating_point or dtype.is_complex:
@@ -24,8 +24,23 @@ def x(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
 
 
 def index(high: int, *shape: int) -> Tensor:
+    """Indices from 0 up to `high`."""
     return torch.randint(0, high, shape, generator=_rng(high))
 
 
 def call(*args: Any, **kwargs: Any) -> Call:
     return args, kwargs
+
+
+def name_of(func: Any) -> str:
+    """The name of an op as rows have it."""
+    return f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
+
+
+def copy_tensors(value: Any) -> Any:
+    """Arguments with copies of their tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(copy_tensors(v) for v in value)
+    return {k: copy_tensors(v) for k, v in value.items()} if isinstance(value, dict) else value

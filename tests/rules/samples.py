@@ -1,6 +1,6 @@
-"""Calls to try rows on: written here where a row needs some of its own, else recorded from torch's own samples.
+"""Calls that rows are verified on: written by hand, or recorded from torch's own samples.
 
-Most rows need neither, for `shardwise.rules.verify` draws calls that fit an op's schema and its row's letters.
+Most rows need neither, because `shardwise.rules.verify` generates calls that fit an op's schema and its row's letters.
 """
 
 from __future__ import annotations
@@ -11,62 +11,62 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.rules import samples_indexing, samples_matrices, samples_views
-from tests.rules.calls import Call
+from tests.rules import samples_indexing, samples_matrices, samples_networks, samples_views
+from tests.rules.calls import Call, copy_tensors, name_of
 from tests.rules.calls import call as _call
 from tests.rules.calls import index as _index
 from tests.rules.calls import x as _x
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MOST = 5  # calls of an op that are recorded
-_LARGEST = 400  # elements of a tensor of theirs
+_MOST = 5  # recorded calls per op
+_LARGEST = 400  # elements per tensor of a recorded call
 
 
 def _of_images(ndim: int, *rest: tuple[Any, ...]) -> list[Call]:
-    """Images of `ndim` dims, of which the last ones are whole: few and many, with a batch and without."""
-    whole = {1: (7,), 2: (6, 5), 3: (4, 5, 4)}[ndim]
-    return [_call(_x(*lead, *whole), *r) for lead in ((5, 3), (2,), (1, 4), (0, 3)) for r in rest]
+    """Images with `ndim` spatial dims, with and without a batch, uneven, of size 1 and empty."""
+    spatial = {1: (7,), 2: (6, 5), 3: (4, 5, 4)}[ndim]
+    return [_call(_x(*lead, *spatial), *r) for lead in ((5, 3), (2,), (1, 4), (0, 3)) for r in rest]
 
 
-def _unpooled(ndim: int) -> list[Call]:
-    """Maxima and where they were: each in a window of its own."""
+def _unpool(ndim: int) -> list[Call]:
+    """Maxima of disjoint windows and their indices."""
     pool = getattr(torch.nn.functional, f"max_pool{ndim}d")
     rest: tuple[Any, ...] = ([2] * ndim, [0] * ndim) if ndim == 3 else ()
     out = []
     for lead in ((5, 3), (2,), (1, 4)):
-        found, at = pool(_x(*lead, *[4] * ndim), 2, return_indices=True)
-        out.append(_call(found, at, [4] * ndim, *rest))
+        maxima, indices = pool(_x(*lead, *[4] * ndim), 2, return_indices=True)
+        out.append(_call(maxima, indices, [4] * ndim, *rest))
     return out
 
 
 def _fractional(ndim: int) -> list[Call]:
-    """Pools whose windows begin where numbers say that somebody drew."""
+    """Pools with windows at random positions, given as numbers from 0 to 1."""
     shapes = [(5, 3), (2, 1), (1, 4)]
-    drawn = [(torch.arange(n * c * ndim) * 0.37 % 1).view(n, c, ndim).double() for n, c in shapes]
+    samples = [(torch.arange(n * c * ndim) * 0.37 % 1).view(n, c, ndim).double() for n, c in shapes]
     return [
         _call(_x(*lead, *[6] * ndim), [2] * ndim, [3] * ndim, u)
-        for lead, u in zip(shapes, drawn, strict=True)
+        for lead, u in zip(shapes, samples, strict=True)
     ]
 
 
 def _fractional_backward(ndim: int) -> list[Call]:
     out = []
     for (x, kernel, size, u), _ in _fractional(ndim):
-        made, at = getattr(torch.ops.aten, f"fractional_max_pool{ndim}d")(x, kernel, size, u)
-        out.append(_call(made.cos(), x, kernel, size, at))
+        maxima, indices = getattr(torch.ops.aten, f"fractional_max_pool{ndim}d")(x, kernel, size, u)
+        out.append(_call(maxima.cos(), x, kernel, size, indices))
     return out
 
 
-def _padded(ndim: int) -> list[Call]:
+def _pad(ndim: int) -> list[Call]:
     return _of_images(ndim, ([1, 2] * ndim,))
 
 
-def _upsampled(ndim: int, *more: Any) -> list[Call]:
-    whole = {1: (5,), 2: (4, 3), 3: (2, 3, 2)}[ndim]
-    size = [n + 2 for n in whole]
+def _upsample(ndim: int, *more: Any) -> list[Call]:
+    spatial = {1: (5,), 2: (4, 3), 3: (2, 3, 2)}[ndim]
+    size = [n + 2 for n in spatial]
     rest = (*more, *([None] * ndim))
-    return [_call(_x(5, 3, *whole), size, *rest), _call(_x(1, 4, *whole), size, *rest)]
+    return [_call(_x(5, 3, *spatial), size, *rest), _call(_x(1, 4, *spatial), size, *rest)]
 
 
 def _views() -> list[Call]:
@@ -128,21 +128,6 @@ def _embedding_backward() -> list[Call]:
     ]
 
 
-def _attention(*, backward: bool = False) -> list[Call]:
-    out = []
-    for b, h, s, t, e, how in ((3, 5, 4, 4, 2, "all"), (2, 3, 4, 4, 2, "causal"), (1, 2, 3, 6, 4, "masked")):
-        q, k, v = _x(b, h, s, e), _x(b, h, t, e, seed=1), _x(b, h, t, e, seed=2)
-        causal = how == "causal"
-        more = {"attn_mask": _x(b, h, s, t, seed=3) if how == "masked" else None, "scale": 0.7}
-        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        y, lse = forward(q, k, v, 0.0, causal, **more)
-        if backward:
-            out.append(_call(_x(*y.shape, seed=4), q, k, v, y, lse, 0.0, causal, **more))
-        else:
-            out.append(_call(q, k, v, 0.0, causal, **more))
-    return out
-
-
 def _softmax_backward(log: bool) -> list[Call]:
     out = []
     for shape, dim in (((5, 4), 1), ((3, 4, 2), 0), ((2, 5, 3), -2), ((4,), 0)):
@@ -179,7 +164,7 @@ def _copies() -> list[Call]:
 
 
 def _mixed(*more: Any) -> list[Call]:
-    """Two tensors of different dtypes: what is pending in one is cast on the way."""
+    """Two tensors of different dtypes: a pending sum in one of them is cast."""
     kinds = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool, torch.complex128)
     return [_call(_x(5, 3, dtype=a), _x(3, dtype=b, seed=1), *more) for a in kinds for b in kinds]
 
@@ -230,7 +215,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.slice.Tensor": lambda: [
         _call(_x(5, 4), 0, 1, 4),
         _call(_x(5, 4), 1, 0, 4),
-        _call(_x(8, 3), 0, 2, 6),  # half of it, as half of each block would be
+        _call(_x(8, 3), 0, 2, 6),  # as many elements as the halves of all blocks, but others
         _call(_x(2, 6, 3), 1, 0, 9223372036854775807, 2),
         _call(_x(2, 6, 3), -1, None, None),
         _call(_x(6, dtype=torch.int64), 0, 4, 2),
@@ -258,7 +243,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.copy.default": _copies,
     "aten.add.Tensor": lambda: [*_mixed(), _call(_x(4, 4), _x(4, 4, seed=1)), _call(_x(5, 3), _x(5, 1), alpha=-2.5), _call(_x(4), 3.0)],
     "aten.mul.Tensor": lambda: [*_mixed(), _call(_x(4), 3.0), _call(_x(4, dtype=torch.bool), 3)],
-    # not by zero: parts of a sum of both signs are then infinities of both
+    # no division by zero: terms of both signs become infinities of both signs
     "aten.div.Tensor": lambda: [
         *(_call(x, torch.where(y == 0, torch.ones_like(y), y)) for (x, y), _ in _mixed()),
         _call(_x(4, dtype=torch.int64), 3),
@@ -284,6 +269,11 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     ],
     "aten.round.decimals": lambda: [_call(_x(5, 3), decimals=1), _call(_x(4) * 100, decimals=-2)],
     "aten.polygamma.default": lambda: [_call(2, _x(5, 3).abs() + 0.1), _call(0, _x(4))],
+    "aten.masked_fill.Scalar": lambda: [
+        _call(_x(5, 3, dtype=dtype), _x(5, 3, dtype=torch.bool, seed=1), value)
+        for value in (0, 2)
+        for dtype in (torch.float64, torch.int64, torch.complex128)
+    ],
     "aten.clamp.default": lambda: [
         _call(_x(5, 4), -0.5, 0.5),
         _call(_x(5, 4), 0.5, -0.5),
@@ -309,8 +299,6 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten._softmax_backward_data.default": lambda: _softmax_backward(log=False),
     "aten._log_softmax_backward_data.default": lambda: _softmax_backward(log=True),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: _attention(backward=True),
     "aten._fft_r2c.default": lambda: [_call(_x(5, 4), [1], 0, True), _call(_x(3, 4, 5), [0, 2], 1, False)],
     "aten._fft_c2c.default": lambda: [
         _call(_x(5, 4, dtype=torch.complex128), [1], 0, True),
@@ -320,25 +308,25 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         _call(_x(5, 4, dtype=torch.complex128), [1], 0, 6),
         _call(_x(3, 4, 5, dtype=torch.complex128), [0], 1, 5),
     ],
-    "aten.reflection_pad1d.default": lambda: _padded(1),
-    "aten.reflection_pad2d.default": lambda: _padded(2),
-    "aten.reflection_pad3d.default": lambda: _padded(3),
-    "aten.replication_pad1d.default": lambda: _padded(1),
-    "aten.replication_pad2d.default": lambda: _padded(2),
-    "aten.replication_pad3d.default": lambda: _padded(3),
-    "aten.upsample_nearest1d.default": lambda: _upsampled(1),
-    "aten.upsample_nearest2d.default": lambda: _upsampled(2),
-    "aten.upsample_nearest3d.default": lambda: _upsampled(3),
-    "aten.upsample_linear1d.default": lambda: _upsampled(1, False),
-    "aten.upsample_bilinear2d.default": lambda: _upsampled(2, True),
-    "aten.upsample_bicubic2d.default": lambda: _upsampled(2, False),
-    "aten.upsample_trilinear3d.default": lambda: _upsampled(3, False),
+    "aten.reflection_pad1d.default": lambda: _pad(1),
+    "aten.reflection_pad2d.default": lambda: _pad(2),
+    "aten.reflection_pad3d.default": lambda: _pad(3),
+    "aten.replication_pad1d.default": lambda: _pad(1),
+    "aten.replication_pad2d.default": lambda: _pad(2),
+    "aten.replication_pad3d.default": lambda: _pad(3),
+    "aten.upsample_nearest1d.default": lambda: _upsample(1),
+    "aten.upsample_nearest2d.default": lambda: _upsample(2),
+    "aten.upsample_nearest3d.default": lambda: _upsample(3),
+    "aten.upsample_linear1d.default": lambda: _upsample(1, False),
+    "aten.upsample_bilinear2d.default": lambda: _upsample(2, True),
+    "aten.upsample_bicubic2d.default": lambda: _upsample(2, False),
+    "aten.upsample_trilinear3d.default": lambda: _upsample(3, False),
     "aten.avg_pool2d.default": lambda: _of_images(2, ([2, 2],), ([3, 2], [1, 2], [1, 0], True, False)),
     "aten.avg_pool3d.default": lambda: _of_images(3, ([2, 2, 2],)),
     "aten.max_pool2d_with_indices.default": lambda: _of_images(2, ([2, 2],), ([3, 2], [1, 2], [1, 0])),
     "aten.max_pool3d_with_indices.default": lambda: _of_images(3, ([2, 2, 2],)),
-    "aten.max_unpool2d.default": lambda: _unpooled(2),
-    "aten.max_unpool3d.default": lambda: _unpooled(3),
+    "aten.max_unpool2d.default": lambda: _unpool(2),
+    "aten.max_unpool3d.default": lambda: _unpool(3),
     "aten.fractional_max_pool2d.default": lambda: _fractional(2),
     "aten.fractional_max_pool3d.default": lambda: _fractional(3),
     "aten.fractional_max_pool2d_backward.default": lambda: _fractional_backward(2),
@@ -348,36 +336,41 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
 }  # fmt: skip
 
 
-_FILES = (WRITTEN, samples_matrices.WRITTEN, samples_indexing.WRITTEN, samples_views.WRITTEN)
+_FILES = (
+    samples_networks.WRITTEN,
+    WRITTEN,
+    samples_matrices.WRITTEN,
+    samples_indexing.WRITTEN,
+    samples_views.WRITTEN,
+)
 
 
 def calls_of(name: str) -> list[Call] | None:
-    """Calls of an op by the name of its row: written here, or None where they are to be drawn."""
-    from tests.rules.samples_networks import NETWORKS  # which is written with what is here
-
-    # what copies takes what the view takes
+    """The written calls of an op, by the name of its row; None if there are none and calls are to be generated."""
+    # a copying variant takes the arguments of the view
     for known in (name, name.replace("_copy.", ".")):
-        if calls := [c for some in (NETWORKS, *_FILES) if known in some for c in some[known]()]:
+        if calls := [c for some in _FILES if known in some for c in some[known]()]:
             return calls
     return None
 
 
 @functools.cache
 def recorded() -> dict[str, list[Call]]:
-    """What torch's own samples of all its ops call, forward and backward, by the name of the op that was called."""
+    """The calls that torch's own samples of all its ops make, forward and backward, by op name."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     mode = _Recorder()
-    for op in op_db:
-        if torch.float64 not in op.supported_dtypes("cpu"):
-            continue
+    failures = 0
+    ops = [op for op in op_db if torch.float64 in op.supported_dtypes("cpu")]
+    for op in ops:
         with warnings.catch_warnings(), torch.random.fork_rng([]):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             try:
                 _record(mode, op)
             except Exception:
-                continue  # a sample that fails on plain tensors says nothing about ours
+                failures += 1  # some samples fail on plain tensors
+    assert failures < len(ops) / 20, f"{failures} of {len(ops)} ops could not be recorded"
     return mode.calls
 
 
@@ -393,34 +386,29 @@ def _record(mode: _Recorder, op: Any) -> None:
 
 
 class _Recorder(TorchDispatchMode):
+    """Keeps the first few calls of each op that differ in shapes or numbers and have no large tensors."""
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, list[Call]] = {}
         self._known: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
+        kwargs = kwargs or {}
+        name = name_of(func)
         kept = self.calls.setdefault(name, [])
         if len(kept) < _MOST:
-            said = repr((name, _seen(args), _seen(kwargs or {})))
-            if said not in self._known and "large" not in said:
-                self._known.add(said)
-                kept.append((_copied(args), _copied(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            key = repr((name, _summary(args), _summary(kwargs)))
+            if key not in self._known and "large" not in key:
+                self._known.add(key)
+                kept.append((copy_tensors(args), copy_tensors(kwargs)))
+        return func(*args, **kwargs)
 
 
-def _seen(value: Any) -> Any:
-    """A call as its shapes and numbers."""
+def _summary(value: Any) -> Any:
+    """Arguments with shapes and dtypes in place of tensors."""
     if isinstance(value, Tensor):
         return "large" if value.numel() > _LARGEST else (tuple(value.shape), value.dtype)
     if isinstance(value, list | tuple):
-        return [_seen(v) for v in value]
-    return {k: _seen(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(v) for v in value)
-    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_summary(v) for v in value]
+    return {k: _summary(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Calls to try the rows of indexing and searching on: indices of many shapes, from the end too, and masks."""
+"""Calls of indexing and searching ops: indices of many shapes, negative ones too, and masks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 _INT, _BOOL, _C = torch.int64, torch.bool, torch.complex128
 
 
-def _wrapped(high: int, *shape: int) -> Tensor:
-    """Indices, some of them from the end."""
-    found = index(high, *shape)
-    return torch.where(torch.arange(found.numel()).view(shape) % 2 == 0, found - high, found)
+def _signed(high: int, *shape: int) -> Tensor:
+    """Indices, some of them negative."""
+    indices = index(high, *shape)
+    return torch.where(torch.arange(indices.numel()).view(shape) % 2 == 0, indices - high, indices)
 
 
 def _reads() -> list[Call]:
     return [
         call(x(5, 4), [index(5, 3)]),
-        call(x(5, 4), [None, _wrapped(4, 2)]),
-        call(x(9, 3), [_wrapped(9, 2)]),  # fewer than half: looked up in blocks
+        call(x(5, 4), [None, _signed(4, 2)]),
+        call(x(9, 3), [_signed(9, 2)]),  # fewer than half: by masked lookup
         call(x(2, 12, 3), [None, index(12, 2, 3)]),
         call(x(7, 2, dtype=_INT), [index(7, 3)]),
         call(x(7, 2, dtype=_BOOL), [index(7, 3)]),
@@ -37,7 +37,7 @@ def _reads() -> list[Call]:
 
 
 def _unsafe_reads() -> list[Call]:
-    """Without what would need the checks that such an op leaves out."""
+    """Without negative indices, which the op does not check."""
     return [c for c in _reads() if all(i is None or not (i < 0).any() for i in c[0][1])]
 
 
@@ -46,7 +46,7 @@ def _distinct(high: int, n: int) -> Tensor:
 
 
 def _writes(*more: Any) -> list[Call]:
-    """Written once where that is not said to add: which of two values stays is not defined."""
+    """Distinct indices unless the op accumulates, because which of two values stays is undefined."""
     return [
         call(x(5, 4), [_distinct(5, 3)], x(3, 4, seed=1), False, *more),
         call(x(5, 4), [None, _distinct(4, 2) - 4], x(5, 2, seed=1), False, *more),
@@ -57,7 +57,7 @@ def _writes(*more: Any) -> list[Call]:
         call(x(5, 3), [x(5, dtype=_BOOL)], x(3, seed=1), False, *more),
         call(x(2, 5, 3), [None, x(5, dtype=_BOOL)], x(2, 1, 3, seed=1), False, *more),
         call(x(6, 2), [index(6, 5)], x(5, 2, seed=1), True, *more),
-        call(x(6, 2), [_wrapped(6, 5)], x(1, 2, seed=1), True, *more),
+        call(x(6, 2), [_signed(6, 5)], x(1, 2, seed=1), True, *more),
         call(x(3, 6), [index(3, 2, 2), index(6, 2)], x(2, 2, seed=1), True, *more),
         call(x(6, 2, dtype=_INT), [index(6, 5)], x(5, 2, dtype=_INT, seed=1), True, *more),
         call(x(6, 2, dtype=_BOOL), [index(6, 5)], x(5, 2, dtype=_BOOL, seed=1), True, *more),
@@ -65,7 +65,7 @@ def _writes(*more: Any) -> list[Call]:
     ]
 
 
-def _selected() -> list[Call]:
+def _select() -> list[Call]:
     return [
         call(x(5, 4), 0, index(5, 3)),
         call(x(9, 3), 0, index(9, 2)),
@@ -78,7 +78,7 @@ def _selected() -> list[Call]:
     ]
 
 
-def _added() -> list[Call]:
+def _add() -> list[Call]:
     return [
         call(x(5, 4), 0, index(5, 7), x(7, 4, seed=1), alpha=-2.5),
         call(x(2, 6, 3), 1, index(6, 3), x(2, 3, 3, seed=1)),
@@ -91,7 +91,7 @@ def _added() -> list[Call]:
     ]
 
 
-def _replaced() -> list[Call]:
+def _replace() -> list[Call]:
     return [
         call(x(5, 4), 0, _distinct(5, 3), x(3, 4, seed=1)),
         call(x(2, 6, 3), -2, _distinct(6, 4), x(2, 4, 3, seed=1)),
@@ -101,7 +101,7 @@ def _replaced() -> list[Call]:
     ]
 
 
-def _reduced() -> list[Call]:
+def _reduce() -> list[Call]:
     ways = [("prod", True), ("mean", True), ("amax", False), ("amin", True), ("mean", False)]
     cases = [
         call(x(5, 4), 0, index(5, 7), x(7, 4, seed=1)),
@@ -111,12 +111,12 @@ def _reduced() -> list[Call]:
     return [*out, call(x(4, 2, dtype=_INT), 0, index(4, 3), x(3, 2, dtype=_INT, seed=1), "amax")]
 
 
-def _filled(*values: Any) -> list[Call]:
+def _fill(*values: Any) -> list[Call]:
     return [
         call(x(*shape, dtype=dtype), dim, at, value)
         for value in values
         for shape, dtype, dim, at in (
-            ((5, 4), torch.float64, 0, _wrapped(5, 3)),
+            ((5, 4), torch.float64, 0, _signed(5, 3)),
             ((2, 6, 3), torch.float64, -2, index(6, 2)),
             ((1, 3), torch.float64, 0, index(1, 2)),
             ((7,), _INT, 0, index(7, 2)),
@@ -126,8 +126,8 @@ def _filled(*values: Any) -> list[Call]:
     ]
 
 
-def _scattered(*more: Any, dtypes: tuple[torch.dtype, ...] = (torch.float64,), **kwargs: Any) -> list[Call]:
-    """Values put along a dim, at places that differ."""
+def _scatter(*more: Any, dtypes: tuple[torch.dtype, ...] = (torch.float64,), **kwargs: Any) -> list[Call]:
+    """Values written along a dim at distinct indices."""
     out: list[Call] = []
     for dtype in dtypes:
         for shape, dim, n in (((5, 4), 0, 3), ((2, 5, 3), -2, 2), ((6,), 0, 6), ((1, 3), 0, 1)):
@@ -137,14 +137,14 @@ def _scattered(*more: Any, dtypes: tuple[torch.dtype, ...] = (torch.float64,), *
             out.append(
                 call(x(*shape, dtype=dtype), dim, at, *(more or (x(*size, dtype=dtype, seed=1),)), **kwargs)
             )
-    corner = call(
+    partly = call(
         x(5, 4), 0, _distinct(5, 3).view(3, 1).repeat(1, 2), *(more or (x(4, 4, seed=1),)), **kwargs
     )
-    return [*out, corner]
+    return [*out, partly]  # an index smaller than the target
 
 
-def _scattered_alike(*more: Any, **kwargs: Any) -> list[Call]:
-    """Several values may meet in one place."""
+def _scatter_repeated(*more: Any, **kwargs: Any) -> list[Call]:
+    """Values written along a dim at indices that may repeat."""
     return [
         call(x(5, 4), 0, index(5, 7, 4), x(7, 4, seed=1), *more, **kwargs),
         call(x(2, 5, 3), -2, index(5, 2, 3, 3), x(2, 3, 3, seed=1), *more, **kwargs),
@@ -168,7 +168,7 @@ def _put() -> list[Call]:
     ]
 
 
-def _sought() -> list[Call]:
+def _search() -> list[Call]:
     line, rows = x(6).sort().values, x(5, 6).sort(-1).values
     return [
         call(line, x(5, 4, seed=1)),
@@ -185,7 +185,7 @@ def _sought() -> list[Call]:
     ]
 
 
-def _counted() -> list[Call]:
+def _histograms() -> list[Call]:
     return [
         call(x(5, 4), 6, -2, 2),
         call(x(7, dtype=torch.float32), 3, -1, 1.5),
@@ -199,15 +199,15 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.index.Tensor": _reads,
     "aten._unsafe_index.Tensor": _unsafe_reads,
     "aten.index_put.default": _writes,
-    "aten._unsafe_index_put.default": lambda: [c for c in _writes() if _counts(c)],
-    "aten._index_put_impl.default": lambda: [*_writes(), *(c for c in _writes(True) if _counts(c))],
-    "aten.index_select.default": _selected,
-    "aten.index_add.default": _added,
-    "aten.index_copy.default": _replaced,
-    "aten.index_reduce.default": _reduced,
-    "aten.index_fill.int_Scalar": lambda: _filled(0, 2),
+    "aten._unsafe_index_put.default": lambda: [c for c in _writes() if _is_plain(c)],
+    "aten._index_put_impl.default": lambda: [*_writes(), *(c for c in _writes(True) if _is_plain(c))],
+    "aten.index_select.default": _select,
+    "aten.index_add.default": _add,
+    "aten.index_copy.default": _replace,
+    "aten.index_reduce.default": _reduce,
+    "aten.index_fill.int_Scalar": lambda: _fill(0, 2),
     "aten.index_fill.int_Tensor": lambda: [
-        call(a, d, at, torch.tensor(v).to(a.dtype)) for (a, d, at, v), _ in _filled(0, 2)
+        call(a, d, at, torch.tensor(v).to(a.dtype)) for (a, d, at, v), _ in _fill(0, 2)
     ],
     "aten.gather.default": lambda: [
         call(x(5, 4), 0, index(5, 3, 4)),
@@ -220,20 +220,20 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(5, 3), 0, index(5, 0, 3)),
         call(x(7, 2, dtype=_C), 0, index(7, 3, 2)),
     ],
-    "aten.scatter_add.default": _scattered_alike,
-    "aten.scatter.src": lambda: _scattered(dtypes=(torch.float64, _BOOL)),
-    "aten.scatter.value": lambda: [*_scattered(0.0), *_scattered(2, dtypes=(torch.float64, _INT))],
-    "aten.scatter.reduce": lambda: [*_scattered_alike(reduce="add"), *_scattered_alike(reduce="multiply")],
-    "aten.scatter.value_reduce": lambda: [*_scattered(2.0, reduce="add"), *_scattered(-1.5, reduce="multiply")],
+    "aten.scatter_add.default": _scatter_repeated,
+    "aten.scatter.src": lambda: _scatter(dtypes=(torch.float64, _BOOL)),
+    "aten.scatter.value": lambda: [*_scatter(0.0), *_scatter(2, dtypes=(torch.float64, _INT))],
+    "aten.scatter.reduce": lambda: [*_scatter_repeated(reduce="add"), *_scatter_repeated(reduce="multiply")],
+    "aten.scatter.value_reduce": lambda: [*_scatter(2.0, reduce="add"), *_scatter(-1.5, reduce="multiply")],
     "aten.scatter_reduce.two": lambda: [
-        *_scattered_alike("sum"),
-        *_scattered_alike("mean", include_self=False)[:3],
-        *_scattered_alike("amax")[:3],
-        *_scattered_alike("prod", include_self=False)[:3],
+        *_scatter_repeated("sum"),
+        *_scatter_repeated("mean", include_self=False)[:3],
+        *_scatter_repeated("amax")[:3],
+        *_scatter_repeated("prod", include_self=False)[:3],
     ],
     "aten.take.default": lambda: [
         call(x(5, 4), index(20, 3)),
-        call(x(6), _wrapped(6, 2, 5)),
+        call(x(6), _signed(6, 2, 5)),
         call(x(2, 3, dtype=_BOOL), index(6, 1)),
         call(x(2, 3, dtype=_INT), index(6)),
         call(x(4), index(4, 0)),
@@ -272,7 +272,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(0, 2), x(0)),
         call(x(5, dtype=_INT), torch.tensor([-3, 0, 4])),
     ],
-    "aten.searchsorted.Tensor": _sought,
+    "aten.searchsorted.Tensor": _search,
     "aten.isin.Tensor_Tensor": lambda: [
         call(x(5, 4, dtype=_INT), x(2, 3, dtype=_INT, seed=1)),
         call(x(7), torch.cat([x(3), x(2, seed=1)]), invert=True),
@@ -280,7 +280,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(torch.arange(5), torch.arange(2, 9), assume_unique=True),
         call(x(1), x(1)),
         call(x(0, 3), x(2)),
-        call(x(3, 2, dtype=_INT), torch.arange(90)),  # sorted, as there are many
+        call(x(3, 2, dtype=_INT), torch.arange(90)),  # so many that the kernel sorts
     ],
     "aten.isin.Tensor_Scalar": lambda: [
         call(x(5, 4, dtype=_INT), 3),
@@ -288,10 +288,10 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(1, 3), 0.5, assume_unique=True),
         call(x(0, 3), 1),
     ],
-    "aten.histc.default": _counted,
+    "aten.histc.default": _histograms,
 }  # fmt: skip
 
 
-def _counts(c: Call) -> bool:
-    """Whether all indices are in range and from the front: an op without checks is only for such."""
+def _is_plain(c: Call) -> bool:
+    """Whether no index is a mask or negative, as ops without checks require."""
     return all(i is None or (i.dtype is not _BOOL and not (i < 0).any()) for i in c[0][1])

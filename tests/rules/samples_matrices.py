@@ -1,6 +1,6 @@
-"""Calls to try the rows of matrices on: batches that are uneven, of size 1 and empty, and matrices that are well behaved.
+"""Calls of linear algebra ops: batches that are uneven, of size 1 and empty, and well-conditioned matrices.
 
-Factors of a matrix are not unique, but a kernel gives the same ones for a matrix wherever it stands in a batch.
+Factors of a matrix are not unique, but a kernel returns the same ones for a matrix at any position in a batch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def _definite(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) ->
     return a @ a.mH + shape[-1] * torch.eye(shape[-1], dtype=dtype)
 
 
-def _of_batches(
+def _per_batch(
     *rest: tuple[object, ...], make: Callable[..., Tensor] = _square, m: int = 3, n: int = 3, **kwargs: object
 ) -> list[Call]:
-    """A call for each kind of batch, and one of complex numbers; the arguments behind the matrix take turns."""
-    found = [make(*b, m, n) for b in _BATCHES] + [make(4, 2, 2 if m == n else 3, dtype=_C)]
-    return [call(a, *rest[i % len(rest)], **kwargs) for i, a in enumerate(found)]
+    """A call for each batch shape, and a complex one; the arguments after the matrix alternate."""
+    matrices = [make(*b, m, n) for b in _BATCHES] + [make(4, 2, 2 if m == n else 3, dtype=_C)]
+    return [call(a, *rest[i % len(rest)], **kwargs) for i, a in enumerate(matrices)]
 
 
 def _factors(op: Callable[..., object], *more: object) -> list[Call]:
-    """Factors of matrices, and right-hand sides for them."""
+    """Factors of matrices, with right-hand sides."""
     out = []
     for i, batch in enumerate(_BATCHES):
         factors = op(_definite(*batch, 3, 3))[:2]  # type: ignore[index]
@@ -85,7 +85,7 @@ def _triangular() -> list[Call]:
 
 
 def _triangular_first() -> list[Call]:
-    """With the right-hand side first."""
+    """The right-hand side comes first."""
     return [
         *(
             call(x(*b, 3, 2, seed=1), _square(*b, 3, 3), i % 2 == 0, i == 1, i == 2)
@@ -148,7 +148,7 @@ def _crosses() -> list[Call]:
     ]
 
 
-def _vectors_added() -> list[Call]:
+def _addmv() -> list[Call]:
     return [
         call(x(5), x(5, 4, seed=1), x(4, seed=2)),
         call(x(1), x(6, 4, seed=1), x(4, seed=2), beta=0.5, alpha=-2),
@@ -160,7 +160,7 @@ def _vectors_added() -> list[Call]:
     ]
 
 
-def _outer_added() -> list[Call]:
+def _addr() -> list[Call]:
     return [
         call(x(5, 4), x(5, seed=1), x(4, seed=2)),
         call(x(1, 4), x(5, seed=1), x(4, seed=2), beta=0.5, alpha=-2),
@@ -171,7 +171,7 @@ def _outer_added() -> list[Call]:
     ]
 
 
-def _batches_added() -> list[Call]:
+def _addbmm() -> list[Call]:
     return [
         call(x(5, 4), x(3, 5, 2, seed=1), x(3, 2, 4, seed=2)),
         call(x(1, 4), x(5, 3, 2, seed=1), x(5, 2, 4, seed=2), beta=0.5, alpha=-2),
@@ -181,18 +181,18 @@ def _batches_added() -> list[Call]:
     ]
 
 
-def _matrices_added(*batch: int) -> list[Call]:
+def _addmm(*batch: int) -> list[Call]:
     def product(m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
         return x(*batch, m, k, seed=1), x(*batch, k, n, seed=2)
 
-    whole = torch.int64
+    integer = torch.int64
     return [
         call(x(*batch, 5, 4), *product(5, 3, 4)),
         call(x(4), *product(5, 2, 4), beta=0.5, alpha=-2),
         call(x(5, 1), *product(5, 1, 4), beta=0),
         call(x(*batch, 1, 4), *product(3, 5, 4)),
         call(x(*batch, 3, 2), *product(3, 0, 2)),
-        call(x(2, dtype=whole), x(*batch, 3, 2, dtype=whole), x(*batch, 2, 2, dtype=whole), beta=2),
+        call(x(2, dtype=integer), x(*batch, 3, 2, dtype=integer), x(*batch, 2, 2, dtype=integer), beta=2),
     ]
 
 
@@ -235,8 +235,8 @@ def _cdist_backward() -> list[Call]:
     out = []
     for (a, b, p, mode), _ in _cdist():
         if a.shape[:-2] == b.shape[:-2] and mode is None:
-            made = aten._cdist_forward.default(a, b, p, mode)
-            out.append(call(x(*made.shape, seed=3), a, b, p, made))
+            distances = aten._cdist_forward.default(a, b, p, mode)
+            out.append(call(x(*distances.shape, seed=3), a, b, p, distances))
     return out
 
 
@@ -268,8 +268,8 @@ def _svd() -> list[Call]:
 
 
 def _eigh() -> list[Call]:
-    made = [call(_definite(*b, 3, 3), "LU"[i % 2], i != 1) for i, b in enumerate(_BATCHES)]
-    return [*made, call(_definite(4, 2, 2, dtype=_C))]
+    calls = [call(_definite(*b, 3, 3), "LU"[i % 2], i != 1) for i, b in enumerate(_BATCHES)]
+    return [*calls, call(_definite(4, 2, 2, dtype=_C))]
 
 
 def _lu_unpack() -> list[Call]:
@@ -291,28 +291,28 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(4, 6, dtype=torch.int64)),
         call(x(3, 3, dtype=_C)),
     ],
-    "aten.linalg_matrix_exp.default": lambda: _of_batches((), make=x),
-    "aten.cholesky.default": lambda: _of_batches((), (True,), make=_definite),
-    "aten.cholesky_inverse.default": lambda: _of_batches((), (True,), make=_square),
-    "aten.linalg_inv_ex.default": lambda: _of_batches(()),
+    "aten.linalg_matrix_exp.default": lambda: _per_batch((), make=x),
+    "aten.cholesky.default": lambda: _per_batch((), (True,), make=_definite),
+    "aten.cholesky_inverse.default": lambda: _per_batch((), (True,), make=_square),
+    "aten.linalg_inv_ex.default": lambda: _per_batch(()),
     "aten.linalg_cholesky_ex.default": lambda: [
-        *_of_batches((), make=_definite),
-        *_of_batches((), make=_definite, upper=True)[:2],
+        *_per_batch((), make=_definite),
+        *_per_batch((), make=_definite, upper=True)[:2],
     ],
     "aten.linalg_qr.default": lambda: [
-        *_of_batches((), ("complete",), ("r",), make=x, m=4),
-        *_of_batches(("complete",), ("r",), (), make=x, m=2)[:3],
+        *_per_batch((), ("complete",), ("r",), make=x, m=4),
+        *_per_batch(("complete",), ("r",), (), make=x, m=2)[:3],
     ],
-    "aten._linalg_det.default": lambda: _of_batches((), make=x),
-    "aten._linalg_slogdet.default": lambda: _of_batches((), make=x),
+    "aten._linalg_det.default": lambda: _per_batch((), make=x),
+    "aten._linalg_slogdet.default": lambda: _per_batch((), make=x),
     "aten._linalg_svd.default": _svd,
     "aten._linalg_eigh.default": _eigh,
-    "aten.linalg_eig.default": lambda: _of_batches((), make=x),
-    "aten._linalg_eigvals.default": lambda: _of_batches((), make=x),
-    "aten.linalg_lu.default": lambda: [*_of_batches((), make=x, m=4), *_of_batches((), make=x, m=2)[:2]],
+    "aten.linalg_eig.default": lambda: _per_batch((), make=x),
+    "aten._linalg_eigvals.default": lambda: _per_batch((), make=x),
+    "aten.linalg_lu.default": lambda: [*_per_batch((), make=x, m=4), *_per_batch((), make=x, m=2)[:2]],
     "aten.linalg_lu_factor_ex.default": lambda: [
-        *_of_batches((), make=x, m=4),
-        *_of_batches((), make=x, m=2)[:2],
+        *_per_batch((), make=x, m=4),
+        *_per_batch((), make=x, m=2)[:2],
     ],
     "aten.lu_unpack.default": _lu_unpack,
     "aten.linalg_lu_solve.default": _lu_solve,
@@ -321,20 +321,20 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.triangular_solve.default": _triangular_first,
     "aten.cholesky_solve.default": _cholesky_solve,
     "aten.linalg_ldl_factor_ex.default": lambda: [
-        *_of_batches((), make=_definite),
-        *_of_batches((), make=_definite, hermitian=True)[-1:],
+        *_per_batch((), make=_definite),
+        *_per_batch((), make=_definite, hermitian=True)[-1:],
     ],
     "aten.linalg_ldl_solve.default": _ldl_solve,
-    "aten.geqrf.default": lambda: [*_of_batches((), make=x, m=4), *_of_batches((), make=x, m=2)[:2]],
+    "aten.geqrf.default": lambda: [*_per_batch((), make=x, m=4), *_per_batch((), make=x, m=2)[:2]],
     "aten.linalg_householder_product.default": lambda: [call(*_reflectors(*b, 4, 3)) for b in _BATCHES],
     "aten.ormqr.default": _ormqr,
     "aten.linalg_pinv.atol_rtol_tensor": _pinv,
     "aten.linalg_cross.default": _crosses,
-    "aten.addmm.default": _matrices_added,
-    "aten.baddbmm.default": lambda: [*_matrices_added(3), *_matrices_added(1)[:2]],
-    "aten.addmv.default": _vectors_added,
-    "aten.addr.default": _outer_added,
-    "aten.addbmm.default": _batches_added,
+    "aten.addmm.default": _addmm,
+    "aten.baddbmm.default": lambda: [*_addmm(3), *_addmm(1)[:2]],
+    "aten.addmv.default": _addmv,
+    "aten.addr.default": _addr,
+    "aten.addbmm.default": _addbmm,
     "aten._trilinear.default": _trilinear,
     "aten._cdist_forward.default": _cdist,
     "aten._euclidean_dist.default": lambda: _distances()[:6],

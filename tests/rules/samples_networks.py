@@ -1,7 +1,7 @@
-"""Calls of what networks are made of: convolutions, pools, norms, losses, attention and bags, backward too.
+"""Calls of neural-network ops and their backwards: convolutions, pools, norms, losses, attention and bags.
 
-Kernels of gradients do not check what they are given, and some do not survive nonsense. So calls of them are not drawn:
-they are what `backward` calls after a forward on small tensors, or made of what the forward kernel returned.
+Backward kernels do not check their arguments, and some crash on wrong ones. So their calls are not generated: they are
+recorded in `backward` after a forward on small tensors, or built from the outputs of the forward kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tests.rules.samples import Call, _call, _index, _x
+from tests.rules.calls import Call, copy_tensors, name_of
+from tests.rules.calls import call as _call
+from tests.rules.calls import index as _index
+from tests.rules.calls import x as _x
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +24,7 @@ aten = torch.ops.aten
 NARROW = torch.float32
 
 
-class _Heard(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """Keeps the calls of one op."""
 
     def __init__(self, name: str) -> None:
@@ -30,33 +33,25 @@ class _Heard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if f"{func._schema.name.replace('::', '.')}.{func._overloadname}" == self.name:
-            self.calls.append((_kept(args), _kept(kwargs)))
+        if name_of(func) == self.name:
+            self.calls.append((copy_tensors(args), copy_tensors(kwargs)))
         return func(*args, **kwargs)
 
 
-def _kept(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_kept(v) for v in value)
-    return {k: _kept(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _heard(
+def _record(
     name: str, fn: Callable[..., Tensor], *inputs: Tensor | None, grads: Sequence[int] = ()
 ) -> list[Call]:
-    """The calls of an op in a function and in its backward, from a gradient of both signs.
+    """The calls of an op by a function and its backward, for a gradient of both signs.
 
-    `grads` are the inputs that want one, all by default: an output mask says so to a kernel.
+    `grads` are the inputs that require a gradient, by default all; they decide a kernel's output mask.
     """
-    mine = [
+    tensors = [
         None if t is None else t.clone().requires_grad_(t.is_floating_point() and (not grads or i in grads))
         for i, t in enumerate(inputs)
     ]
-    mode = _Heard(name)
+    mode = _Recorder(name)
     with mode:
-        y = fn(*mine)
+        y = fn(*tensors)
         y.backward(_x(*y.shape, dtype=y.dtype, seed=9))
     return mode.calls
 
@@ -64,7 +59,7 @@ def _heard(
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
 
-def _convolved(name: str) -> list[Call]:
+def _convolution(name: str) -> list[Call]:
     c1, c2, c3 = functional.conv1d, functional.conv2d, functional.conv3d
     t1, t2 = functional.conv_transpose1d, functional.conv_transpose2d
     some = [
@@ -73,11 +68,11 @@ def _convolved(name: str) -> list[Call]:
         (c3, (2, 2, 3, 2, 3), (3, 2, 2, 1, 2), None, {}, ()),
         (t1, (3, 4, 5), (4, 3, 2), 3, {"stride": 2, "output_padding": 1}, ()),
         (t2, (1, 2, 3, 2), (2, 5, 2, 2), None, {}, ()),
-        (c1, (3, 6, 5), (6, 1, 2), 6, {"groups": 6}, ()),  # each channel alone
+        (c1, (3, 6, 5), (6, 1, 2), 6, {"groups": 6}, ()),  # depthwise
         (c1, (4, 5, 5), (5, 1, 2), None, {"groups": 5}, (0,)),
         (t1, (2, 4, 3), (4, 1, 2), 4, {"groups": 4}, ()),
-        (c1, (3, 4, 5), (6, 2, 2), 6, {"groups": 2}, ()),  # some together
-        (c1, (2, 3, 5), (6, 1, 2), 6, {"groups": 3}, ()),  # each makes several
+        (c1, (3, 4, 5), (6, 2, 2), 6, {"groups": 2}, ()),  # groups of several channels
+        (c1, (2, 3, 5), (6, 1, 2), 6, {"groups": 3}, ()),  # several outputs per channel
         (c1, (0, 3, 4), (2, 3, 2), 2, {}, ()),
         (c1, (3, 4, 6), (2, 4, 3), 2, {}, (1,)),
         (c1, (3, 4, 6), (2, 4, 3), 2, {}, (2,)),
@@ -86,12 +81,12 @@ def _convolved(name: str) -> list[Call]:
     out: list[Call] = []
     for fn, x, w, bias, more, grads in some:
         b = None if bias is None else _x(bias, seed=2)
-        out += _heard(name, functools.partial(fn, **more), _x(*x), _x(*w, seed=1), b, grads=grads)
-    narrow = [_x(*s, dtype=NARROW) for s in ((4, 3, 5), (5, 3, 2), (5,))]
-    return out + _heard(name, functional.conv1d, *narrow)
+        out += _record(name, functools.partial(fn, **more), _x(*x), _x(*w, seed=1), b, grads=grads)
+    float32 = [_x(*s, dtype=NARROW) for s in ((4, 3, 5), (5, 3, 2), (5,))]
+    return out + _record(name, functional.conv1d, *float32)
 
 
-# -- ranges ------------------------------------------------------------------------------------------------------------
+# -- slices ------------------------------------------------------------------------------------------------------------
 
 
 def _slice_backward() -> list[Call]:
@@ -158,61 +153,61 @@ def _stack() -> list[Call]:
 
 # -- images ------------------------------------------------------------------------------------------------------------
 
-_IMAGES = {1: (6,), 2: (5, 6), 3: (4, 3, 5)}  # positions
+_IMAGES = {1: (6,), 2: (5, 6), 3: (4, 3, 5)}  # spatial dims
 
 
 def _images(n: int, *leads: tuple[int, ...]) -> list[Tensor]:
     return [_x(*lead, *_IMAGES[n]) for lead in leads or ((5, 3), (4,), (1, 2))]
 
 
-def _resized(mode: str, n: int, **more: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def _resize(mode: str, n: int, **more: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
     size = [[9], [3, 8], [3, 5, 2]][n - 1]
     return functools.partial(functional.interpolate, size=size, mode=mode, **more), _images(n, (5, 3))
 
 
-def _padded(mode: str, n: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def _pad(mode: str, n: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
     return functools.partial(functional.pad, pad=[1, 2] * n, mode=mode), _images(n)
 
 
-def _pooled(name: str, n: int, **more: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    given: dict[str, Any] = {"output_size": [2, 3, 2][-n:]} if "adaptive" in name else {"kernel_size": 3}
-    return functools.partial(getattr(functional, f"{name}{n}d"), **given, **more), _images(n)
+def _pool(name: str, n: int, **more: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    size: dict[str, Any] = {"output_size": [2, 3, 2][-n:]} if "adaptive" in name else {"kernel_size": 3}
+    return functools.partial(getattr(functional, f"{name}{n}d"), **size, **more), _images(n)
 
 
-# By op, a function that calls it, and what to call it on; its gradient comes with it.
+# By op, a function that calls it and its inputs; the calls of its backward are recorded too.
 _WITH_BACKWARD: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-    **{f"max_pool{n}d_with_indices": _pooled("max_pool", n, stride=1, padding=1) for n in (2, 3)},
-    **{f"avg_pool{n}d": _pooled("avg_pool", n, stride=1, padding=1, count_include_pad=False) for n in (2, 3)},
-    **{f"_adaptive_avg_pool{n}d": _pooled("adaptive_avg_pool", n) for n in (2, 3)},
-    **{f"adaptive_max_pool{n}d": _pooled("adaptive_max_pool", n) for n in (2, 3)},
-    **{f"reflection_pad{n}d": _padded("reflect", n) for n in (1, 2, 3)},
-    **{f"replication_pad{n}d": _padded("replicate", n) for n in (1, 2, 3)},
-    **{f"upsample_nearest{n}d": _resized("nearest", n) for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": _resized("nearest-exact", n) for n in (1, 2, 3)},
-    "upsample_linear1d": _resized("linear", 1),
-    "upsample_bilinear2d": _resized("bilinear", 2, align_corners=True),
-    "upsample_bicubic2d": _resized("bicubic", 2),
-    "upsample_trilinear3d": _resized("trilinear", 3),
-    "_upsample_bilinear2d_aa": _resized("bilinear", 2, antialias=True),
-    "_upsample_bicubic2d_aa": _resized("bicubic", 2, antialias=True),
+    **{f"max_pool{n}d_with_indices": _pool("max_pool", n, stride=1, padding=1) for n in (2, 3)},
+    **{f"avg_pool{n}d": _pool("avg_pool", n, stride=1, padding=1, count_include_pad=False) for n in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d": _pool("adaptive_avg_pool", n) for n in (2, 3)},
+    **{f"adaptive_max_pool{n}d": _pool("adaptive_max_pool", n) for n in (2, 3)},
+    **{f"reflection_pad{n}d": _pad("reflect", n) for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": _pad("replicate", n) for n in (1, 2, 3)},
+    **{f"upsample_nearest{n}d": _resize("nearest", n) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": _resize("nearest-exact", n) for n in (1, 2, 3)},
+    "upsample_linear1d": _resize("linear", 1),
+    "upsample_bilinear2d": _resize("bilinear", 2, align_corners=True),
+    "upsample_bicubic2d": _resize("bicubic", 2),
+    "upsample_trilinear3d": _resize("trilinear", 3),
+    "_upsample_bilinear2d_aa": _resize("bilinear", 2, antialias=True),
+    "_upsample_bicubic2d_aa": _resize("bicubic", 2, antialias=True),
 }  # fmt: skip
 
 
-def _sampled(name: str) -> list[Call]:
-    """Grids of both kinds; the gradient of the image or of the grid may not be wanted."""
+def _grid_sample(name: str) -> list[Call]:
+    """Grids of two and three dims, with gradients of image and grid or of the grid only."""
     out: list[Call] = []
     two, three = (5, 3, 4, 3), (3, 2, 3, 2, 4)
-    for image, places in (
+    for image, grid_shape in (
         (two, (5, 4, 2)),
         (three, (3, 2, 3, 2)),
         ((1, 4, 2, 2), (1, 1, 5)),
         ((2, 1, 3, 3, 2), (2, 1, 2, 1)),
     ):
-        nd = len(places) - 1
-        grid = _x(*places, nd, seed=1).tanh() * 1.2
+        nd = len(grid_shape) - 1
+        grid = _x(*grid_shape, nd, seed=1).tanh() * 1.2
         for mode, grads in (("bilinear", ()), ("nearest", (1,))):
             fn = functools.partial(functional.grid_sample, mode=mode, align_corners=False)
-            out += _heard(name, fn, _x(*image), grid, grads=grads)
+            out += _record(name, fn, _x(*image), grid, grads=grads)
     return out
 
 
@@ -270,7 +265,7 @@ _BATCHES = ((5, 4, 3), (4, 6), (3, 2, 2, 2), (4, 1, 3), (1, 3, 2))
 
 
 def _batches() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]]:
-    """What a batch norm is given: a batch, a weight and a bias or none, and running statistics."""
+    """Arguments of a batch norm: a batch, weight and bias or None, and running statistics."""
     for i, shape in enumerate(_BATCHES):
         c = shape[1]
         weight, bias = (_x(c, seed=1), _x(c, seed=2)) if i % 2 == 0 else (None, None)
@@ -280,7 +275,7 @@ def _batches() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor, T
 def _batch_norm(
     *, stats: bool = True, own: bool = True, given: bool = True, switch: bool = True
 ) -> list[Call]:
-    """Calls with `own` statistics and with `given` ones; an op may take no `stats`, and no `switch` between both."""
+    """Calls with the batch's `own` and with `given` statistics, for ops with and without arguments for `stats` and training."""
     out = []
     for x, w, b, mean, var in _batches():
         if own:
@@ -297,7 +292,7 @@ def _batch_norm_backward(reserve: bool = False) -> list[Call]:
     for x, w, _, mean, var in _batches():
         grad = _x(*x.shape, seed=8)
         if reserve and w is None:
-            continue  # it takes no call without a weight
+            continue  # it requires a weight
         _, own_mean, own_invstd = aten.native_batch_norm(x, w, None, None, None, True, 0.1, 1e-5)
         none = torch.empty(0, dtype=x.dtype)
         more = (none,) if reserve else ()
@@ -329,7 +324,7 @@ _EVERY = (_NONE, _MEAN, _SUM)
 _LOSSES: dict[str, tuple[Any, ...]] = {
     "mse_loss": (), "smooth_l1_loss": (0.7,), "huber_loss": (0.7,), "soft_margin_loss": (),
 }  # fmt: skip
-_BROADCAST = ("mse_loss", "smooth_l1_loss")  # the others' kernels leave that to their callers
+_BROADCAST = ("mse_loss", "smooth_l1_loss")  # the kernels of the others require equal shapes
 _PAIRS = ((5, 4), (1, 2, 3), (0, 3), ())
 
 
@@ -374,17 +369,17 @@ def _nll(backward: bool = False, images: bool = False) -> list[Call]:
         rest = () if len(shape) == 1 else (shape[0], *shape[2:])
         x, target = _x(*shape), _index(c, *rest)
         weight = _x(c, seed=2).abs() + 0.1 if weighted else None
-        # an index that is no class, the last class, and the first
+        # an index outside the classes, the last class, and the first
         ignored = (-100, c - 1, 0)[len(out) % 3]
         if ignored == -100 and rest and rest[0] > 1:
             target[0] = ignored
-        given = (x, target, weight, r, ignored)
+        args = (x, target, weight, r, ignored)
         if not backward:
-            out.append(_call(*given))
+            out.append(_call(*args))
             continue
         op = aten.nll_loss2d_forward if images else aten.nll_loss_forward
-        y, total = op(*given)
-        out.append(_call(_x(*y.shape, seed=3), *given, total))
+        y, total = op(*args)
+        out.append(_call(_x(*y.shape, seed=3), *args, total))
     return out
 
 
@@ -401,7 +396,7 @@ def _labels(backward: bool = False) -> list[Call]:
     out = []
     for r, (n, c) in itertools.product(_EVERY, ((5, 4), (3, 3), (1, 5))):
         x, target = _x(n, c), torch.arange(c).repeat(n, 1)
-        target[:, 2:] = -1  # what comes after does not count
+        target[:, 2:] = -1  # labels after -1 do not count
         target[n // 2] = target[n // 2].flip(0)
         y, is_target = aten.multilabel_margin_loss_forward(x, target, r)
         out.append(_call(_x(*y.shape, seed=3), x, target, r, is_target) if backward else _call(x, target, r))
@@ -412,7 +407,7 @@ def _labels(backward: bool = False) -> list[Call]:
 
 
 def _attention(backward: bool = False) -> list[Call]:
-    """Causal, masked in several shapes, and with heads that share keys."""
+    """Causal calls, masks of several shapes, and shared key heads."""
     shapes: list[tuple[tuple[int, ...], str, tuple[int, ...] | None]] = [
         ((3, 5, 4, 4, 2, 5), "all", None),
         ((2, 3, 4, 4, 2, 3), "causal", None),
@@ -421,7 +416,7 @@ def _attention(backward: bool = False) -> list[Call]:
         ((3, 4, 4, 3, 2, 4), "masked", (3, 1, 4, 3)),
         ((2, 4, 3, 3, 2, 4), "masked", (1, 4, 3, 3)),
         ((2, 4, 3, 3, 2, 4), "masked", (2, 1, 1, 3)),
-        ((2, 4, 3, 5, 2, 2), "all", None),  # two heads of queries for each of keys
+        ((2, 4, 3, 5, 2, 2), "all", None),  # two query heads per key head
         ((3, 6, 2, 5, 2, 3), "causal", None),
         ((2, 4, 3, 5, 2, 1), "all", None),
     ]
@@ -442,7 +437,10 @@ def _attention(backward: bool = False) -> list[Call]:
 
 
 def _bags() -> list[Call]:
-    index, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 0]), torch.tensor([0, 4, 4])  # one is empty
+    index, offsets = (
+        torch.tensor([1, 2, 4, 5, 4, 3, 2, 0]),
+        torch.tensor([0, 4, 4]),
+    )  # the middle one is empty
     out = []
     for mode, width in itertools.product((0, 1, 2), (5, 4, 1)):
         last = width == 4
@@ -473,11 +471,11 @@ def _bags_backward(name: str) -> list[Call]:
     return out
 
 
-def _each_way() -> dict[str, Callable[[], list[Call]]]:
-    """Ops that `_WITH_BACKWARD` has, and their gradients."""
+def _forward_and_backward() -> dict[str, Callable[[], list[Call]]]:
+    """The ops of `_WITH_BACKWARD` and their backwards."""
 
     def calls(name: str, fn: Callable[..., Tensor], images: list[Tensor]) -> list[Call]:
-        return _with_integers(name, [c for x in images for c in _heard(name, fn, x)])
+        return _with_integers(name, [c for x in images for c in _record(name, fn, x)])
 
     return {
         name: functools.partial(calls, name, fn, images)
@@ -487,25 +485,25 @@ def _each_way() -> dict[str, Callable[[], list[Call]]]:
 
 
 def _with_integers(name: str, calls: list[Call]) -> list[Call]:
-    """And one of the calls on each kind of whole numbers that the kernel takes: it may round."""
+    """Add one of the calls for each integer dtype that the kernel takes, because it may round."""
     op = getattr(aten, name.split(".")[1]).default
+    args, kwargs = calls[0]
     for dtype in (torch.int64, torch.uint8):
-        args, kwargs = calls[0]
-        whole = tuple(
+        integers = tuple(
             (a * 9).to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
         )
         try:
-            op(*whole, **kwargs)
+            op(*integers, **kwargs)
         except RuntimeError:
-            continue  # it takes none
-        calls = [*calls, (whole, kwargs)]
+            continue  # tests/rules/test_samples.py lists kernels that must take them
+        calls = [*calls, (integers, kwargs)]
     return calls
 
 
-NETWORKS: dict[str, Callable[[], list[Call]]] = {
-    **_each_way(),
+WRITTEN: dict[str, Callable[[], list[Call]]] = {
+    **_forward_and_backward(),
     **{
-        f"aten.{name}.default": lambda name=name: _convolved(f"aten.{name}.default")
+        f"aten.{name}.default": lambda name=name: _convolution(f"aten.{name}.default")
         for name in ("convolution", "convolution_backward")
     },
     "aten.slice_backward.default": _slice_backward,
@@ -515,7 +513,7 @@ NETWORKS: dict[str, Callable[[], list[Call]]] = {
     "aten.constant_pad_nd.default": _constant_pad,
     "aten.stack.default": _stack,
     **{
-        f"aten.{name}.default": lambda name=name: _sampled(f"aten.{name}.default")
+        f"aten.{name}.default": lambda name=name: _grid_sample(f"aten.{name}.default")
         for name in ("grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward")
     },
     "aten.im2col.default": _im2col,

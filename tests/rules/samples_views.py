@@ -1,7 +1,7 @@
-"""Calls to try rows on that show tensors otherwise or make new ones, and those of torch's own kernels.
+"""Calls of views, of ops that create tensors, and of torch's internal ops.
 
-What has an underscore before its name is torch's own: it may crash on arguments that others refuse, so its calls are not
-drawn.
+Internal ops, whose names begin with an underscore, may crash on arguments that public ones reject, so their calls are
+not generated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHAPES = ((5, 4), (2, 3, 5), (1, 3), (0, 4), ())
 
 
 def _each(*dtypes: torch.dtype) -> list[Call]:
-    """Tensors of all kinds of shapes, the dtypes by turns."""
+    """One call per shape, with alternating dtypes."""
     kinds = dtypes or (_F,)
     return [
         call(x(*shape, dtype=kinds[i % len(kinds)], seed=i))
@@ -41,8 +41,8 @@ def _new(*more: Any) -> list[Call]:
     ]
 
 
-def _squeezed(*rest: Any) -> list[Call]:
-    """Dims of size 1 at these places, and others beside them."""
+def _squeeze(*rest: Any) -> list[Call]:
+    """Tensors with and without dims of size 1."""
     return [
         call(x(1, 5, 1), *rest),
         call(x(4, 6, 1), *rest),
@@ -52,7 +52,7 @@ def _squeezed(*rest: Any) -> list[Call]:
     ]
 
 
-def _unsqueezed() -> list[Call]:
+def _unsqueeze() -> list[Call]:
     return [
         call(x(*s), d)
         for s, d in (((5, 4), 0), ((5, 4), -1), ((2, 3, 5), 1), ((), 0), ((0, 3), 2), ((1,), -2))
@@ -70,7 +70,7 @@ def _diagonals() -> list[Call]:
     ]
 
 
-def _gated() -> list[Call]:
+def _glu_backward() -> list[Call]:
     return [
         call(x(5, 2, seed=1), x(5, 4), 1),
         call(x(1, 3, 5, seed=1), x(2, 3, 5), 0),
@@ -136,10 +136,10 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(2, 3, 5), [6, 5]),
         call(x(0, 4), [4, 0]),
     ],
-    "aten.squeeze.default": _squeezed,
-    "aten.squeeze.dim": lambda: [*_squeezed(0), *_squeezed(-1)[:2]],
-    "aten.squeeze.dims": lambda: [*_squeezed([0, -1]), *_squeezed([2])[:2]],
-    "aten.unsqueeze.default": _unsqueezed,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": lambda: [*_squeeze(0), *_squeeze(-1)[:2]],
+    "aten.squeeze.dims": lambda: [*_squeeze([0, -1]), *_squeeze([2])[:2]],
+    "aten.unsqueeze.default": _unsqueeze,
     "aten.diagonal.default": _diagonals,
     "aten.unfold_copy.default": lambda: [
         call(x(5, 4), 0, 2, 1),
@@ -174,7 +174,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
         call(x(6, dtype=_INT), 0, 0, 6),
         call(x(3, 4), 1, 2, 0),
     ],
-    "aten.glu_backward.default": _gated,
+    "aten.glu_backward.default": _glu_backward,
     "aten._conj.default": lambda: _each(*_COMPLEX),
     "aten._conj_physical.default": lambda: _each(*_COMPLEX, _F),
     "aten._neg_view.default": lambda: _each(_F, _INT, _C),

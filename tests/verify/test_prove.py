@@ -64,7 +64,7 @@ def test_rows_hold_on_what_torchs_own_samples_call():
 def test_a_row_that_nobody_draws_fails(monkeypatch):
     name = "aten.glu_jvp.default"  # its dim has no default, and no sample calls it
     monkeypatch.setitem(TABLE, name, Row("… !d -> … !d", lambda call: None))
-    monkeypatch.setattr("tests.rules.test_verify.recorded", dict)
+    monkeypatch.setattr("tests.verify.test_prove.recorded", dict)
     with pytest.raises((AssertionError, RuleError), match=r"nobody draws|was not tried"):
         proved(name)
 
@@ -311,7 +311,7 @@ def test_a_report_says_what_was_tried():
     assert proof == verify(torch.ops.aten.mm.default, examples=2, seed=3)
     assert (proof.op, proof.row, proof.calls) == ("aten.mm.default", TABLE["aten.mm.default"].text, 2)
     assert str(proof) == (
-        f"aten.mm.default is as its row says, '{proof.row}': {proof.candidates} ways to lay out 2 calls, "
+        f"aten.mm.default agrees with its row, '{proof.row}', in {proof.candidates} layouts of 2 calls, "
         f"{proof.gradients} of them with gradients"
     )
     assert 0 < proof.gradients < proof.candidates

@@ -1,4 +1,4 @@
-"""Layouts: placements, factored dims, their geometry and text. Nothing here knows of tensors."""
+"""Layouts: placements, factored dims, their geometry and their text form. This package does not import torch."""
 
 from shardwise.layout.axes import Axes
 from shardwise.layout.errors import LayoutError

@@ -1,4 +1,4 @@
-"""The axes of a mesh: their names and sizes, and nothing else of it."""
+"""Mesh axes: their names and sizes, without devices or process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Axes"]
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Names and sizes of a mesh's axes; an axis without a name is called by its number.
+    """The names and sizes of a mesh's axes; without names, an axis is named by its index.
 
     >>> axes = Axes((2, 4), ("dp", "tp"))
     >>> axes.index("tp"), axes.count, str(axes)
@@ -30,9 +30,9 @@ class Axes:
         object.__setattr__(self, "names", names)
         if len(names) != len(self.sizes) or len(set(names)) != len(names):
             raise LayoutError(
-                f"axes {names} with sizes {self.sizes} are not a mesh.",
-                why="each axis needs one size and a name of its own",
-                fix="give as many distinct names as sizes",
+                f"Axes got the names {names} for axes of sizes {self.sizes}.",
+                why="every axis needs one size and a unique name",
+                fix="pass as many distinct names as sizes, like Axes((2, 4), ('dp', 'tp'))",
             )
 
     def __len__(self) -> int:
@@ -40,11 +40,11 @@ class Axes:
 
     @property
     def count(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks on the mesh."""
         return math.prod(self.sizes)
 
     def index(self, axis: str | int) -> int:
-        """The number of an axis given by name or number."""
+        """The index of an axis given by name or by index, which may be negative."""
         if isinstance(axis, str):
             if axis in self.names:
                 return self.names.index(axis)
@@ -57,13 +57,15 @@ class Axes:
         )
 
     def sizes_of(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """The sizes of some axes, given by index."""
         return tuple(self.sizes[a] for a in axes)
 
     def names_of(self, axes: Iterable[int]) -> tuple[str, ...]:
+        """The names of some axes, given by index."""
         return tuple(self.names[a] for a in axes)
 
     def coord(self, number: int) -> tuple[int, ...]:
-        """The coord of the rank at this place in row-major order."""
+        """The coordinate at a position in row-major order."""
         out = []
         for size in reversed(self.sizes):
             number, c = divmod(number, size)
@@ -71,7 +73,7 @@ class Axes:
         return tuple(reversed(out))
 
     def number(self, coord: Sequence[int]) -> int:
-        """The place of a coord in row-major order."""
+        """The position of a coordinate in row-major order."""
         out = 0
         for c, size in zip(coord, self.sizes, strict=True):
             out = out * size + c

@@ -1,14 +1,16 @@
-"""Errors that say what, why and how to fix it."""
+"""The error type of layouts: every error states what happened, why, and how to fix it."""
 
 from __future__ import annotations
+
+from functools import partial
 
 __all__ = ["LayoutError"]
 
 
-# Both bases: torch raises ValueError for some of these and RuntimeError for others, and programs that
-# catch either must go on working.
+# Two bases, because torch raises ValueError for some of these errors and RuntimeError for others: code that catches
+# either one keeps working.
 class LayoutError(ValueError, RuntimeError):
-    """A layout that cannot be, or cannot be reached, told as what, why and fix.
+    """An invalid layout, or one that cannot be reached.
 
     >>> raise LayoutError("Shard(3) is out of range.", why="the tensor has 2 dims", fix="use a dim in -2..1")
     Traceback (most recent call last):
@@ -24,8 +26,4 @@ class LayoutError(ValueError, RuntimeError):
         self.fix = fix
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.what, self.why, self.fix)
-
-
-def _rebuild(what: str, why: str, fix: str) -> LayoutError:
-    return LayoutError(what, why=why, fix=fix)
+        return partial(type(self), why=self.why, fix=self.fix), (self.what,)

@@ -1,7 +1,7 @@
-"""Factors: how a dim, seen as a product of sizes, is cut by axes.
+"""Factors: a dim as a product of sizes, each split by mesh axes.
 
-A factor is cut into blocks as `torch.chunk` cuts: ceil-sized, the last ones smaller or empty; each further
-axis cuts the blocks of the one before it.
+A factor is split as `torch.chunk` splits: into blocks of the rounded-up size, the last ones smaller or empty. Each
+further axis splits the blocks of the axis before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = [
     "canonical",
     "cut",
     "first_block",
-    "merged",
+    "merge",
     "split",
     "take",
     "with_idle",
@@ -32,11 +32,11 @@ class Factor(NamedTuple):
 
 
 Dim = tuple[Factor, ...]
-"""A dim: its factors, outermost first; their sizes multiply to the dim's size. A dim of size 1 has none."""
+"""The factors of a dim, outermost first; their sizes multiply to the dim's size. A dim of size 1 has none."""
 
 
 def cut(size: int, parts: Sequence[int], coord: Sequence[int]) -> tuple[int, int]:
-    """The range `[low, high)` that a coord owns of `size` cut by `parts`, one after the other.
+    """The range `[low, high)` that a coord owns of `size`, split by axes of sizes `parts`, outermost first.
 
     >>> [cut(5, (2, 2), (i, j)) for i in (0, 1) for j in (0, 1)]
     [(0, 2), (2, 3), (3, 4), (4, 5)]
@@ -57,42 +57,42 @@ def first_block(size: int, parts: Iterable[int]) -> int:
     return size
 
 
-def _cuts_alike(outer: int, inner: int, parts: Sequence[int]) -> bool:
-    """Whether cutting `outer * inner` gives `inner` times the blocks of cutting `outer`."""
+def _same_blocks(outer: int, inner: int, parts: Sequence[int]) -> bool:
+    """Whether the blocks of `outer * inner` are those of `outer`, each `inner` times as large."""
     if not parts or outer == 0 or inner == 1:
         return True
     chunk = -(-outer // parts[0])
     if -(-outer * inner // parts[0]) != chunk * inner:
         return False
-    return _cuts_alike(chunk, inner, parts[1:]) and _cuts_alike(outer % chunk, inner, parts[1:])
+    return _same_blocks(chunk, inner, parts[1:]) and _same_blocks(outer % chunk, inner, parts[1:])
 
 
-def _merge(a: Factor, b: Factor, sizes: Sequence[int]) -> tuple[Factor, ...]:
-    """Two neighbouring atoms as one factor if that cuts alike, else as they are (or with the outer one grown)."""
+def _merge_pair(a: Factor, b: Factor, sizes: Sequence[int]) -> tuple[Factor, ...]:
+    """Merge adjacent atoms if that keeps the blocks; otherwise move as much of `b` into `a` as possible."""
     if not a.axes:
         return (a, b)
     parts = [sizes[x] for x in a.axes]
     if b.axes:
-        alone = first_block(a.size, parts) <= 1 and _cuts_alike(a.size, b.size, parts)
-        return (Factor(a.size * b.size, a.axes + b.axes),) if alone else (a, b)
-    if _cuts_alike(a.size, b.size, parts):
+        single = first_block(a.size, parts) <= 1 and _same_blocks(a.size, b.size, parts)
+        return (Factor(a.size * b.size, a.axes + b.axes),) if single else (a, b)
+    if _same_blocks(a.size, b.size, parts):
         return (Factor(a.size * b.size, a.axes),)
-    # An uneven cut can still take in a small divisor of its neighbour: (5 over 3) x 4 is (10 over 3) x 2.
-    # A larger one than the number of blocks never fits.
+    # An unevenly split factor can still absorb a small divisor of its neighbour: (5 over 3) x 4 is (10 over 3) x 2.
+    # A divisor larger than the number of blocks never fits.
     for g in reversed(_divisors(b.size, math.prod(parts))):
-        if 1 < g < b.size and _cuts_alike(a.size, g, parts):
+        if 1 < g < b.size and _same_blocks(a.size, g, parts):
             return (Factor(a.size * g, a.axes), Factor(b.size // g))
     return (a, b)
 
 
 def _divisors(size: int, most: int) -> list[int]:
-    """The divisors of a size that are at most `most`, or go into it at most so often, in order."""
+    """The divisors of `size` that are at most `most`, and their cofactors, in ascending order."""
     low = [n for n in range(1, min(most, math.isqrt(size)) + 1) if size % n == 0]
     return low + [size // n for n in reversed(low) if n * n != size]
 
 
-def _busy(f: Factor, sizes: Sequence[int]) -> int:
-    """How many of its axes cut a factor; of the rest, as its blocks have one element, the order says nothing."""
+def _active_axes(f: Factor, sizes: Sequence[int]) -> int:
+    """The number of axes that split a factor until its blocks have one element; the order of the rest is irrelevant."""
     size = f.size
     for i, axis in enumerate(f.axes):
         if size <= 1:
@@ -102,7 +102,7 @@ def _busy(f: Factor, sizes: Sequence[int]) -> int:
 
 
 def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor], tuple[int, ...]]:
-    """The smallest factors that cut alike, outermost first, and the idle axes: all coords but 0 own nothing.
+    """The smallest factors with the same blocks, outermost first, and the idle axes, where only coord 0 owns anything.
 
     >>> atoms([Factor(12, (0, 1)), Factor(1, (2,)), Factor(5)], (2, 2, 2))
     ([Factor(size=2, axes=(0,)), Factor(size=2, axes=(1,)), Factor(size=15, axes=())], (2,))
@@ -110,9 +110,9 @@ def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor]
     out: list[Factor] = []
     idle: list[int] = []
     for f in factors:
-        busy = _busy(f, sizes)
-        idle += f.axes[busy:]
-        rest = Factor(f.size, f.axes[:busy])
+        active = _active_axes(f, sizes)
+        idle += f.axes[active:]
+        rest = Factor(f.size, f.axes[:active])
         while rest.axes:
             first, rest = _first_atom(rest, sizes)
             out.append(first)
@@ -127,8 +127,8 @@ def _first_atom(f: Factor, sizes: Sequence[int]) -> tuple[Factor, Factor]:
     outer = sizes[f.axes[0]]
     if f.size % outer == 0:
         return Factor(outer, f.axes[:1]), Factor(f.size // outer, f.axes[1:])
-    # Either its blocks have one element, so it is at most as large as their number; or its cut is uneven,
-    # and then it goes into the factor less often than that.
+    # If the atom's blocks have one element, its size is at most their number. Otherwise it is split unevenly, and
+    # then its cofactor is less than that number.
     for outer in _divisors(f.size, math.prod(sizes[x] for x in f.axes))[1:]:
         parts = split(f, outer, sizes)
         if parts is not None:
@@ -136,46 +136,46 @@ def _first_atom(f: Factor, sizes: Sequence[int]) -> tuple[Factor, Factor]:
     return f, Factor(1)
 
 
-def merged(small: Iterable[Factor], sizes: Sequence[int]) -> list[Factor]:
-    """Atoms in as few factors as cut alike.
+def merge(small: Iterable[Factor], sizes: Sequence[int]) -> list[Factor]:
+    """Merge atoms into as few factors as have the same blocks.
 
-    >>> merged([Factor(2, (0,)), Factor(3, (1,)), Factor(4)], (2, 3))
+    >>> merge([Factor(2, (0,)), Factor(3, (1,)), Factor(4)], (2, 3))
     [Factor(size=24, axes=(0, 1))]
     """
     out: list[Factor] = []
     for f in small:
-        out.extend(_merge(out.pop(), f, sizes) if out else (f,))
+        out.extend(_merge_pair(out.pop(), f, sizes) if out else (f,))
     return out
 
 
 def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
-    """The one way to write a dim: equal cuts have equal values (but for dims of size 0, where nothing is cut).
+    """The canonical factors of a dim: two dims with the same blocks are equal (except those of size 0).
 
     >>> canonical([Factor(4, (0,)), Factor(6)], (2,))
     (Factor(size=24, axes=(0,)),)
     >>> canonical([Factor(3, (0,)), Factor(4)], (2,))
     (Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
     """
-    kept = []
+    out = []
     for size, axes in factors:
-        cutting = tuple([x for x in axes if sizes[x] > 1])
-        if size != 1 or cutting:
-            kept.append(Factor(size, cutting))
-    if any(f.size == 0 for f in kept):
-        return (Factor(0, tuple(sorted(x for f in kept for x in f.axes))),)
-    if len(kept) > 1:
-        # Down to atoms, which are unique, and up again in one way.
-        small, idle = atoms(kept, sizes)
-        dim = tuple(merged(small, sizes))
+        splitting = tuple([x for x in axes if sizes[x] > 1])
+        if size != 1 or splitting:
+            out.append(Factor(size, splitting))
+    if any(f.size == 0 for f in out):
+        return (Factor(0, tuple(sorted(x for f in out for x in f.axes))),)
+    if len(out) > 1:
+        # The atoms are unique, and so is the result of merging them.
+        small, idle = atoms(out, sizes)
+        dim = tuple(merge(small, sizes))
         return with_idle((dim,), idle, sizes)[0] if idle else dim
-    for i, f in enumerate(kept):
-        busy = _busy(f, sizes)
-        kept[i] = Factor(f.size, f.axes[:busy] + tuple(sorted(f.axes[busy:])))
-    return tuple(kept)
+    for i, f in enumerate(out):
+        active = _active_axes(f, sizes)
+        out[i] = Factor(f.size, f.axes[:active] + tuple(sorted(f.axes[active:])))
+    return tuple(out)
 
 
 def with_idle(dims: Sequence[Dim], idle: tuple[int, ...], sizes: Sequence[int]) -> list[Dim]:
-    """The dims with idle axes where they show least: on a factor with blocks of one element, or else in front.
+    """Attach idle axes to the first factor whose blocks have one element, or else to a new outermost factor of size 1.
 
     >>> with_idle([(Factor(6),), (Factor(2, (0,)),)], (1,), (2, 2))
     [(Factor(size=6, axes=()),), (Factor(size=2, axes=(0, 1)),)]
@@ -193,7 +193,7 @@ def with_idle(dims: Sequence[Dim], idle: tuple[int, ...], sizes: Sequence[int]) 
 
 
 def take(factors: Sequence[Factor], size: int) -> tuple[Dim, list[Factor]] | None:
-    """The outermost of some atoms, up to `size`, and those left; None if that would cut across blocks.
+    """Separate atoms into the outermost ones, of product `size`, and the rest; None if that would divide blocks.
 
     >>> take([Factor(2, (0,)), Factor(6)], 4)
     ((Factor(size=2, axes=(0,)), Factor(size=2, axes=())), [Factor(size=3, axes=())])
@@ -214,7 +214,7 @@ def take(factors: Sequence[Factor], size: int) -> tuple[Dim, list[Factor]] | Non
 
 
 def split(f: Factor, outer: int, sizes: Sequence[int]) -> tuple[Factor, Factor] | None:
-    """A factor as `outer` times the rest, or None if that would cut across its blocks.
+    """Write a factor as `outer` times the rest; None if that would divide its blocks.
 
     >>> split(Factor(24, (0,)), 4, (2,))
     (Factor(size=4, axes=(0,)), Factor(size=6, axes=()))
@@ -226,7 +226,7 @@ def split(f: Factor, outer: int, sizes: Sequence[int]) -> tuple[Factor, Factor] 
     inner = f.size // outer
     for k in range(len(f.axes), -1, -1):
         parts = [sizes[x] for x in f.axes[:k]]
-        whole = k == len(f.axes) or first_block(outer, parts) <= 1
-        if whole and _cuts_alike(outer, inner, parts):
+        complete = k == len(f.axes) or first_block(outer, parts) <= 1
+        if complete and _same_blocks(outer, inner, parts):
             return Factor(outer, f.axes[:k]), Factor(inner, f.axes[k:])
     return None

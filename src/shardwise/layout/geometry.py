@@ -1,4 +1,4 @@
-"""Geometry: which part of the tensor a coord owns. Its cost does not depend on the number of ranks."""
+"""Geometry: which part of a tensor a coord owns, at a cost independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def block_shape(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
 
 
 def largest_block(layout: Layout) -> int:
-    """How many elements the largest block has; it is the one at coord 0."""
+    """The number of elements of the largest block, which is the one at coord 0."""
     sizes = layout.axes.sizes
     return math.prod(first_block(f.size, [sizes[a] for a in f.axes]) for dim in layout.dims for f in dim)
 
@@ -45,7 +45,7 @@ def largest_block(layout: Layout) -> int:
 def block_offset(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
     """The global index of a block's first element, per dim; for an empty block, the end of the dim.
 
-    No other block begins there, so that who looks blocks up by offset, as checkpoints do, mistakes none for it.
+    No other block begins at the end, so a lookup by offset, as in checkpoints, never confuses it with another block.
 
     >>> from shardwise.layout import Axes, Layout, Shard
     >>> layout = Layout.of((2,), Axes((2, 2)), [Shard(0), Shard(0)])
@@ -54,16 +54,16 @@ def block_offset(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
     """
     sizes = layout.axes.sizes
     out = []
-    for dim in layout.dims:
+    for dim, size in zip(layout.dims, layout.shape, strict=True):
         offset, empty = 0, False
         for f, (lo, hi) in zip(dim, _ranges(dim, sizes, coord), strict=True):
             offset, empty = offset * f.size + lo, empty or lo == hi
-        out.append(math.prod(f.size for f in dim) if empty else offset)
+        out.append(size if empty else offset)
     return tuple(out)
 
 
 def owned(layout: Layout, coord: Sequence[int]) -> tuple[Sequence[int], ...]:
-    """The global indices a coord owns, per dim: a range where they are contiguous.
+    """The global indices that a coord owns, per dim: a range where they are contiguous.
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> owned(parse_layout("[4:dp, 2 4:tp]", Axes((2, 2), ("dp", "tp")))[0], (1, 0))
@@ -85,9 +85,9 @@ def owned(layout: Layout, coord: Sequence[int]) -> tuple[Sequence[int], ...]:
 
 
 def global_shape(layout_of_block: Layout, block: Sequence[int]) -> tuple[int, ...]:
-    """The global shape if every rank holds a block of this shape, as the sharded dims of a layout say.
+    """The global shape of a tensor whose blocks all have the shape `block`.
 
-    Only the dims' axes are read, so any layout of as many dims will do.
+    Only the axes of `layout_of_block` are used; its sizes do not matter, only its number of dims.
 
     >>> from shardwise.layout import Axes, Layout, Shard
     >>> global_shape(Layout.of((2, 3), Axes((2, 4)), [Shard(0), Shard(1)]), (2, 3))
@@ -96,8 +96,8 @@ def global_shape(layout_of_block: Layout, block: Sequence[int]) -> tuple[int, ..
     sizes = layout_of_block.axes.sizes
     if len(block) != layout_of_block.ndim:
         raise LayoutError(
-            f"a block of shape {tuple(block)} does not fit {layout_of_block}.",
-            why=f"it has {len(block)} dims, the layout {layout_of_block.ndim}",
+            f"a block of shape {tuple(block)} does not fit the layout {layout_of_block}.",
+            why=f"the block has {len(block)} dims and the layout has {layout_of_block.ndim}",
             fix="pass a block with as many dims as the tensor",
         )
     return tuple(
@@ -106,8 +106,17 @@ def global_shape(layout_of_block: Layout, block: Sequence[int]) -> tuple[int, ..
     )
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as `torch.empty(shape).stride()`.
+
+    >>> contiguous_stride((2, 3, 4)), contiguous_stride((2, 0, 4)), contiguous_stride(())
+    ((12, 4, 1), (4, 4, 1), ())
+    """
+    return global_stride(shape, range(len(shape), 0, -1))
+
+
 def global_stride(shape: Sequence[int], local_stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dims lie in memory in the order a block's strides show.
+    """The strides of a dense tensor of `shape` whose dims have the memory order of a block with `local_stride`.
 
     >>> global_stride((8, 6), (1, 4)), global_stride((8, 6), (3, 1))
     ((1, 8), (6, 1))
@@ -119,12 +128,3 @@ def global_stride(shape: Sequence[int], local_stride: Sequence[int]) -> tuple[in
         out[d] = step
         step *= max(shape[d], 1)
     return tuple(out)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor.
-
-    >>> contiguous_stride((2, 3, 4))
-    (12, 4, 1)
-    """
-    return global_stride(shape, range(len(shape), 0, -1))

@@ -1,4 +1,4 @@
-"""Placements: what one axis of the mesh does with a tensor, as the API says it."""
+"""Placements: how one mesh axis holds a tensor, in the terms of the public API."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ REDUCE_OPS: Final = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """What one axis of the mesh does with a tensor: `Shard`, `Replicate` or `Partial`."""
+    """How one mesh axis holds a tensor: `Shard`, `Replicate` or `Partial`."""
 
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether the axis splits the tensor (along `dim`, where given)."""
+        """Whether the axis splits the tensor (along `dim`, if given)."""
         return False
 
     def is_replicate(self) -> bool:
-        """Whether each rank along the axis holds the same."""
+        """Whether the ranks along the axis hold the same values."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether the value is still to be reduced over the axis (by `reduce_op`, where given)."""
+        """Whether a reduction over the axis is pending (by `reduce_op`, if given)."""
         return False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
-    """The axis splits tensor dim `dim`, as `torch.chunk` would.
+    """The axis splits tensor dim `dim` into the blocks of `torch.chunk`.
 
-    Several axes on one dim nest in the order of the mesh. Where they nest otherwise each carries its
-    `order` (0 is outermost), and where a dim is a product of `factors` each says which `factor` it splits.
+    Axes that split the same dim nest in mesh order, unless each states its `order` (0 is outermost). If the dim is
+    viewed as a product of `factors`, outermost first, `factor` is the index of the one that the axis splits.
 
     >>> str(Shard(0)), Shard(0), Shard(0, order=1), Shard(0, factors=(4, 6), factor=1)
     ('S(0)', Shard(dim=0), Shard(dim=0, order=1), Shard(dim=0, factors=(4, 6), factor=1))
@@ -50,10 +50,10 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise TypeError(f"Shard takes the number of a tensor dim, not {self.dim!r}.")
+            raise TypeError(f"Shard takes the index of a tensor dim, an int, not {self.dim!r}.")
         if self.factors and not 0 <= self.factor < len(self.factors):
             raise LayoutError(
-                f"Shard of factor {self.factor} is out of range.",
+                f"{self} has a factor out of range.",
                 why=f"the dim has {len(self.factors)} factors, {self.factors}",
                 fix=f"use a factor in 0..{len(self.factors) - 1}",
             )
@@ -63,23 +63,23 @@ class Shard(Placement):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the dim alone says it all, as it does in torch."""
+        """Whether the dim describes it completely, as in torch: no `order` and no `factors`."""
         return self.order is None and not self.factors
 
-    def _rest(self) -> str:
+    def _options(self) -> str:
         order = "" if self.order is None else f", order={self.order}"
         return order + (f", factors={self.factors}, factor={self.factor}" if self.factors else "")
 
     def __repr__(self) -> str:
-        return f"Shard(dim={self.dim}{self._rest()})"
+        return f"Shard(dim={self.dim}{self._options()})"
 
     def __str__(self) -> str:
-        return f"S({self.dim}{self._rest()})"
+        return f"S({self.dim}{self._options()})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Replicate(Placement):
-    """Each rank along the axis holds the same.
+    """The ranks along the axis hold the same values.
 
     >>> str(Replicate()), Replicate(), Replicate().is_replicate()
     ('R', Replicate(), True)
@@ -97,7 +97,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
-    """Each rank along the axis holds a part; the value is their `sum`, `avg`, `max`, `min` or `product`.
+    """The ranks along the axis hold partial values; their `sum`, `avg`, `max`, `min` or `product` is pending.
 
     >>> str(Partial()), Partial("max"), Partial().is_partial("max")
     ('P(sum)', Partial(max), False)
@@ -109,7 +109,7 @@ class Partial(Placement):
         if self.reduce_op not in REDUCE_OPS:
             raise LayoutError(
                 f"Partial({self.reduce_op!r}) is not a placement.",
-                why="there is no such reduction",
+                why="the reduction is unknown",
                 fix=f"use one of {', '.join(REDUCE_OPS)}",
             )
 

@@ -1,4 +1,4 @@
-"""Two layouts of one shape, seen through common factors, so that blocks meet in boxes."""
+"""Refinement: common factors of two layouts of one shape, in which the intersection of two blocks is a box."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from shardwise.layout.factor import Dim, Factor, atoms, cut, merged, take
+from shardwise.layout.factor import Dim, Factor, atoms, cut, merge, take
 from shardwise.layout.layout import Layout
 
 __all__ = ["Box", "Piece", "Pieces", "meet", "refine"]
 
 
 class Piece(NamedTuple):
-    """A common factor of both layouts: its size and the axes that split it there and here."""
+    """A common factor of two layouts: its size and the axes that split it in the source and in the target."""
 
     size: int
     source: tuple[int, ...]
@@ -29,7 +29,7 @@ Pieces = tuple[tuple[Piece, ...], ...]
 
 @lru_cache(maxsize=8192)
 def refine(source: Layout, target: Layout) -> Pieces | None:
-    """The common factors of two layouts, or None if some blocks of one cut across those of the other.
+    """The common factors of two layouts, or None if the intersection of some blocks is not a box.
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> axes = Axes((2,), ("tp",))
@@ -47,8 +47,7 @@ def refine(source: Layout, target: Layout) -> Pieces | None:
 
 def _refine_dim(source: Dim, target: Dim, sizes: Sequence[int]) -> tuple[Piece, ...] | None:
     if any(f.size == 0 for f in source):
-        # nothing to move; one piece with no axes keeps the dim in its place
-        return (Piece(0, (), ()),)
+        return (Piece(0, (), ()),)  # there is nothing to move, but every dim has a piece
     if len(source) == len(target) == 1:
         return (Piece(source[0].size, source[0].axes, target[0].axes),)
     (a, idle_a), (b, idle_b) = atoms(source, sizes), atoms(target, sizes)
@@ -59,16 +58,16 @@ def _refine_dim(source: Dim, target: Dim, sizes: Sequence[int]) -> tuple[Piece, 
 
 
 def _pieces(a: Sequence[Factor], b: Sequence[Factor], sizes: Sequence[int]) -> tuple[Piece, ...] | None:
-    """The fewest factors, each one factor on both sides, that two lists of atoms have in common."""
+    """The fewest pieces that two lists of atoms have in common, each a single factor on both sides."""
     if not a:
         return ()
-    # A piece need not end but where an atom does, on one side or on both at once.
+    # A piece ends where an atom ends, on one side or on both.
     ends = {math.lcm(x, y) for x in _ends(a) for y in _ends(b)} - {1}
     for size in sorted(ends, reverse=True):
         ours, theirs = take(a, size), take(b, size)
         if ours is None or theirs is None:
             continue
-        x, y = merged(ours[0], sizes), merged(theirs[0], sizes)
+        x, y = merge(ours[0], sizes), merge(theirs[0], sizes)
         if len(x) == len(y) == 1:
             rest = _pieces(ours[1], theirs[1], sizes)
             if rest is not None:
@@ -81,17 +80,17 @@ def _ends(factors: Sequence[Factor]) -> list[int]:
 
 
 class Box(NamedTuple):
-    """Where the common part of two blocks lies in one of them, per piece of each dim."""
+    """The intersection of two blocks, located within one of them; each field has one number per piece of each dim."""
 
-    lengths: tuple[tuple[int, ...], ...]  # of the block, along each piece
-    starts: tuple[tuple[int, ...], ...]  # of the common part, from the block's own beginning
-    counts: tuple[tuple[int, ...], ...]  # of the common part
+    lengths: tuple[tuple[int, ...], ...]  # of the block
+    starts: tuple[tuple[int, ...], ...]  # of the intersection, counted from the block's first element
+    counts: tuple[tuple[int, ...], ...]  # of the intersection
 
 
 def meet(
     pieces: Pieces, sizes: Sequence[int], sender: Sequence[int], receiver: Sequence[int]
 ) -> tuple[Box, Box]:
-    """What the source block at `sender` and the target block at `receiver` share, seen from either."""
+    """Intersect the source block at `sender` with the target block at `receiver`: a box in the one, and in the other."""
     ours: list[tuple[tuple[int, ...], ...]] = []
     theirs: list[tuple[tuple[int, ...], ...]] = []
     for dim in pieces:
@@ -102,8 +101,8 @@ def meet(
             count = max(high - low, 0)
             rows.append((a[1] - a[0], low - a[0] if count else 0, count))
             cols.append((b[1] - b[0], low - b[0] if count else 0, count))
-        ours.append(tuple(zip(*rows, strict=True)) if rows else ((), (), ()))
-        theirs.append(tuple(zip(*cols, strict=True)) if cols else ((), (), ()))
+        ours.append(tuple(zip(*rows, strict=True)) or ((), (), ()))
+        theirs.append(tuple(zip(*cols, strict=True)) or ((), (), ()))
     return _box(ours), _box(theirs)
 
 

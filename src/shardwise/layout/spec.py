@@ -1,4 +1,4 @@
-"""Spec: a layout on a mesh with dtype and strides, which is all a tensor is but its data."""
+"""Spec: the layout, mesh, dtype and strides of a tensor, which is everything but its data."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
+from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement
 
-__all__ = ["Spec", "TensorMeta"]
+__all__ = ["Spec", "TensorMeta", "dtype_text"]
 
 
 class TensorMeta(NamedTuple):
-    """Global shape, strides and dtype, under the name client code reads them by."""
+    """Global shape, strides and dtype, as torch's `DTensorSpec.tensor_meta` has them."""
 
     shape: Any
     stride: tuple[int, ...] | None
     dtype: Any
 
 
-class Spec:
-    """Mesh, layout, dtype and global strides of a tensor; interned and hashed by identity. A sparse one has no strides.
+class Spec(Immutable):
+    """Mesh, layout, dtype and global strides (None for a sparse tensor); interned and hashed by identity.
 
-    The mesh and the dtype are opaque here. Meshes are told apart by identity: one that equals another may
-    stand on process groups that are gone.
+    The mesh and the dtype are opaque here. Meshes are compared by identity, because an equal mesh may belong to
+    process groups that no longer exist.
     """
 
     __slots__ = ("__weakref__", "dtype", "layout", "mesh", "placements", "shape", "stride", "tensor_meta")
@@ -37,54 +38,38 @@ class Spec:
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
 
-    _known: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
+    _interned: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
 
     def __new__(
         cls, mesh: Any, layout: Layout, dtype: Any, shape: Any, stride: tuple[int, ...] | None
     ) -> Spec:
-        # `shape` equals layout.shape; it comes in the tensor library's own type, which client code expects
+        # `shape` equals layout.shape, in the type that users of torch expect: torch.Size
         key = (id(mesh), layout, dtype, stride)
-        known = cls._known.get(key)
+        known = cls._interned.get(key)
         if known is not None:
             return known
         new = object.__new__(cls)
-        set_ = object.__setattr__
-        set_(new, "mesh", mesh)
-        set_(new, "layout", layout)
-        set_(new, "dtype", dtype)
-        set_(new, "shape", shape)
-        set_(new, "stride", stride)
-        set_(new, "placements", layout.placements)
-        set_(new, "tensor_meta", TensorMeta(shape, stride, dtype))
-        return cls._known.setdefault(key, new)
+        new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride)
+        new._set(placements=layout.placements, tensor_meta=TensorMeta(shape, stride, dtype))
+        return cls._interned.setdefault(key, new)
 
     @property
     def device_mesh(self) -> Any:
+        """The mesh, under torch's name."""
         return self.mesh
 
     @property
     def ndim(self) -> int:
+        """The number of dims of the tensor."""
         return self.layout.ndim
 
     def with_layout(self, layout: Layout, stride: tuple[int, ...] | None = None) -> Spec:
-        """The same tensor in another layout."""
+        """Replace the layout, and the strides if given."""
         return Spec(self.mesh, layout, self.dtype, self.shape, self.stride if stride is None else stride)
 
     def with_dtype(self, dtype: Any) -> Spec:
-        """The same layout with another dtype."""
+        """Replace the dtype."""
         return Spec(self.mesh, self.layout, dtype, self.shape, self.stride)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Spec is a value: it has no {name} to set")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Spec is a value: it has no {name} to delete")
-
-    def __copy__(self) -> Spec:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Spec:
-        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         return Spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride)

@@ -1,22 +1,24 @@
-"""Views as layouts: another shape over the same blocks, without moving data, or the reason why not."""
+"""Views: the layout of a tensor under another shape, if no block has to move."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, Factor, atoms, cut, take, with_idle
 from shardwise.layout.layout import Layout
-from shardwise.layout.text import count_text
+from shardwise.layout.text import block_sizes_text
 
 __all__ = ["view"]
 
+_MOST_BLOCKS = 64  # whose sizes an error lists
+
 
 def view(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The layout of the same blocks seen as another global shape.
+    """The layout of the same blocks under another global shape; LayoutError if a block would have to be divided.
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> axes = Axes((2,), ("tp",))
@@ -31,13 +33,13 @@ def view(layout: Layout, shape: Sequence[int]) -> Layout:
     if math.prod(shape) != math.prod(layout.shape):
         raise LayoutError(
             f"view{shape} of {layout} has another number of elements.",
-            why=f"{math.prod(layout.shape)} elements are not {math.prod(shape)}",
-            fix="use a shape with the same product",
+            why=f"the tensor has {math.prod(layout.shape)} elements and the shape has {math.prod(shape)}",
+            fix=f"use a shape of {math.prod(layout.shape)} elements",
         )
     if shape == layout.shape:
         return layout
     if 0 in shape:
-        # no rank holds anything, so every layout is this one; keep the one that promises least
+        # no rank holds any element, so every layout is valid; a replicated one restricts later views the least
         return layout.with_dims([(Factor(n),) for n in shape])
     dims: list[Dim] = []
     for old, new in _groups(layout.shape, shape):
@@ -60,7 +62,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[i
                 a, x, i = [*a, i], x * old[i], i + 1
             else:
                 b, y, j = [*b, j], y * new[j], j + 1
-        # dims of size 1 at the end belong to the last run, for there is none after it
+        # trailing dims of size 1 join the last run
         if math.prod(old[i:]) == math.prod(new[j:]) == 1 and (i == len(old)) != (j == len(new)):
             a, b = [*a, *range(i, len(old))], [*b, *range(j, len(new))]
             i, j = len(old), len(new)
@@ -76,32 +78,24 @@ def _regroup(layout: Layout, old: Sequence[Dim], new: Sequence[int], shape: tupl
         if taken is None:
             ends = accumulate((f.size for f in factors), mul)
             first = next(f for f, end in zip(factors, ends, strict=True) if f.axes and size % end)
-            raise _cuts(layout, first.axes, shape)
+            raise _divides_blocks(layout, first.axes[0], shape)
         dim, factors = taken
         out.append(dim)
     if idle and not out:
-        raise _cuts(layout, idle, shape)
+        raise _divides_blocks(layout, idle[0], shape)
     return with_idle(out, idle, sizes) if idle else out
 
 
-def _cuts(layout: Layout, near: tuple[int, ...], shape: tuple[int, ...]) -> LayoutError:
+def _divides_blocks(layout: Layout, axis: int, shape: tuple[int, ...]) -> LayoutError:
     axes = layout.axes
-    f = next(f for dim in layout.dims for f in dim if near[0] in f.axes)
-    names = ",".join(axes.names_of(f.axes))
-    parts = axes.sizes_of(f.axes)
-    blocks = [cut(f.size, parts, c) for c in _coords(parts)] if math.prod(parts) <= 64 else []
-    sizes = count_text(tuple(hi - lo for lo, hi in blocks)) if blocks else ""
+    f = next(f for dim in layout.dims for f in dim if axis in f.axes)
+    names, parts = ",".join(axes.names_of(f.axes)), axes.sizes_of(f.axes)
+    sizes = ""
+    if math.prod(parts) <= _MOST_BLOCKS:
+        ranges = [cut(f.size, parts, coord) for coord in product(*map(range, parts))]
+        sizes = " " + block_sizes_text(tuple(hi - lo for lo, hi in ranges))
     return LayoutError(
         f"view{shape} cannot keep {layout} on {names}.",
-        why=f"view{shape} cuts {names}'s blocks{' ' + sizes if sizes else ''} across rows",
+        why=f"the dims of {shape} do not line up with {names}'s blocks{sizes}",
         fix=f"x.redistribute({', '.join(f'{axes.names[a]}=Replicate()' for a in f.axes)}) first, or view before sharding",
     )
-
-
-def _coords(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not sizes:
-        yield ()
-        return
-    for c in range(sizes[0]):
-        for rest in _coords(sizes[1:]):
-            yield (c, *rest)

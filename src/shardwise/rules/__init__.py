@@ -1,4 +1,4 @@
-"""Rules: what each op allows. Ops are known here by name only."""
+"""Rules: which layouts each op allows. Ops are known by name only; this package does not import torch."""
 
 from shardwise.rules.call import Call, Local, Out, Slot
 from shardwise.rules.proof import Proof, RuleError, verify

@@ -1,4 +1,4 @@
-"""A call as rules see it: shapes and arguments, no tensors and no mesh."""
+"""An op call as rules see it: shapes, dtypes and arguments, without tensors or a mesh."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Local", "Out", "Slot"]
+__all__ = ["Call", "Local", "Out", "Slot", "Step"]
 
 Shape = tuple[int, ...]
+Step = tuple[str, tuple[Any, ...], Mapping[str, Any]]
+"""One op of a local program: its name, positional arguments and keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands in the arguments where the call has its `number`-th tensor."""
+    """Placeholder for the call's `number`-th tensor."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """Stands in a local program for what its `step`-th op gave; `number` picks one of several."""
+    """Placeholder for the result of a local program's `step`-th op, or for its output `number` if it has several."""
 
     step: int
     number: int | None = None
@@ -28,12 +30,12 @@ class Out:
 
 @dataclass(frozen=True)
 class Call:
-    """An op, its arguments by name with tensors as slots, and the global shapes that go in and come out.
+    """An op call: arguments by name, with slots for tensors, and the global shapes of inputs and outputs.
 
-    `tensors` has the arguments that take a tensor, in the order of the schema: a slot, None where the call has
-    none, a tuple of slots for a list, or a number given in a tensor's place. `wanted` says of each output of the
-    schema whether the call makes it; `outputs` has those it makes, `dtypes` and `made` the names of dtypes of what
-    goes in and comes out.
+    `tensors` has one entry per tensor argument of the schema: a slot, None if it is left out, a tuple of slots for a
+    list, or a number passed in place of a tensor. `wanted` tells for each output of the schema whether the call
+    computes it; `outputs` are the shapes of those that it computes. `dtypes` and `output_dtypes` are the names of the
+    dtypes of the inputs and of these outputs.
     """
 
     op: str
@@ -43,33 +45,36 @@ class Call:
     outputs: tuple[Shape, ...]
     wanted: tuple[bool, ...] = ()
     dtypes: tuple[str, ...] = ()
-    made: tuple[str, ...] = ()
+    output_dtypes: tuple[str, ...] = ()
 
     def slots(self) -> list[tuple[int, ...]]:
-        """The slots of each tensor argument, in the order of the schema."""
+        """The slot numbers of each tensor argument, in the order of the schema."""
         out: list[tuple[int, ...]] = []
         for value in self.tensors:
-            if isinstance(value, Slot):
-                out.append((value.number,))
-            elif isinstance(value, tuple):
-                out.append(tuple(v.number for v in value if isinstance(v, Slot)))
-            else:
-                out.append(())
+            values = value if isinstance(value, tuple) else (value,)
+            out.append(tuple(v.number for v in values if isinstance(v, Slot)))
         return out
 
+    def dim(self, name: str = "dim", ndim: int | None = None) -> int:
+        """A dim argument as a non-negative index into `ndim` dims, by default those of the first tensor."""
+        return int(self.args[name]) % max(len(self.shapes[0]) if ndim is None else ndim, 1)
+
     def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """A `dim` argument as a tuple of dims counted from the front; all of them for None or an empty list."""
+        """An argument of one or several dims as sorted non-negative indices; all dims for None or an empty list."""
         ndim = len(self.shapes[0])
         value = self.args.get(name)
         if value is None or value == [] or value == ():
             return tuple(range(ndim))
-        listed = value if isinstance(value, list | tuple) else [value]
-        return tuple(sorted({d % ndim if ndim else 0 for d in listed}))
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(sorted({d % ndim if ndim else 0 for d in values}))
 
 
 @dataclass(frozen=True)
 class Local:
-    """A small program for a block: ops by name, whose arguments are values, slots, and results of earlier steps."""
+    """A program that a rank runs on its blocks in place of the op; `results` defaults to the last step's result.
 
-    steps: tuple[tuple[str, tuple[Any, ...], Mapping[str, Any]], ...]
+    The arguments of a step are values, slots, and results of earlier steps.
+    """
+
+    steps: tuple[Step, ...]
     results: tuple[Any, ...] = ()

@@ -1,7 +1,6 @@
-"""Proof of a rule: all that it allows is executed and compared with the op on whole tensors.
+"""Proof of rules by execution: the public entry point.
 
-Rules know ops by name only and cannot run them, but this is where one looks for it. So the words are here, and who can
-run ops says so with `prove_by`, which `import shardwise` does.
+This package cannot run ops. `import shardwise` registers the function that does with `prove_by`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ Sample = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class RuleError(LayoutError):
-    """A rule that allows what gives another result than the op does, told by an example."""
+    """A rule that allows a layout in which the op gives another result, shown by an example."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was tried of an op's rule, and found right."""
+    """What `verify` ran: the number of calls, of their layouts, and of layouts in which gradients were compared too."""
 
     op: str
     row: str
@@ -33,7 +32,7 @@ class Proof:
 
     def __str__(self) -> str:
         return (
-            f"{self.op} is as its row says, '{self.row}': {self.candidates} ways to lay out {self.calls} calls, "
+            f"{self.op} agrees with its row, '{self.row}', in {self.candidates} layouts of {self.calls} calls, "
             f"{self.gradients} of them with gradients"
         )
 
@@ -43,24 +42,25 @@ _provers: list[_Prover] = []
 
 
 def prove_by(prover: _Prover) -> None:
-    """Say who runs ops for `verify`."""
+    """Register the function that runs ops for `verify`."""
     _provers[:] = [prover]
 
 
 def verify(op: Any, calls: Sequence[Sample] | None = None, *, examples: int = 8, seed: int = 0) -> Proof:
-    """Run an op in every layout that its rule allows and compare with the op on whole tensors; `RuleError` if they differ.
+    """Run an op in every layout that its rule allows and compare with the op on full tensors.
 
-    `op` is an op of torch or the name of its row. `calls` are arguments to try it on, plain tensors among them;
-    without them `examples` are drawn that fit the row and the op's schema.
+    `op` is an op of torch or the name of its row. `calls` are (args, kwargs) pairs of plain tensors and values; without
+    them, `examples` calls that fit the row and the op's schema are generated from `seed`. Raises `RuleError` with a
+    small example if results or gradients differ. It simulates its ranks and communicates with no process.
 
     >>> import torch, shardwise as sw
     >>> print(verify(torch.ops.aten.mv.default, examples=2))
-    aten.mv.default is as its row says, 'm k, k -> m; linear in (0) and in (1)': ... ways to lay out 2 calls, ...
+    aten.mv.default agrees with its row, 'm k, k -> m; linear in (0) and in (1)', in ... layouts of 2 calls, ...
     """
     if not _provers:
         raise RuntimeError(
-            "shardwise.rules.verify has nobody to run ops.\n"
-            "  why: rules know ops by name only\n"
-            "  fix: import shardwise first"
+            "shardwise.rules.verify cannot run ops.\n"
+            "  why: shardwise.rules knows ops by name only, and no function that runs them is registered\n"
+            "  fix: import shardwise"
         )
     return _provers[0](op, calls, examples, seed)

@@ -1,4 +1,4 @@
-"""Rule: what an op allows, whatever the mesh."""
+"""Rules: which dims of an op's tensors may be split and which pending reductions pass through, for any mesh."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from shardwise.layout import Placement
 from shardwise.rules.call import Call, Local
+from shardwise.rules.letters import Letters
 
 __all__ = ["Candidate", "Letters", "Listed", "Listing", "Place", "Row", "Rule"]
-
-Letters = tuple[str | None, ...]
 
 
 def _is_float(dtype: str) -> bool:
@@ -20,7 +19,7 @@ def _is_float(dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in a call: its blocks' shapes, where they begin in the whole, and which letters are split."""
+    """A rank's part of a call: the shapes of its blocks, the global offsets of its inputs, and the letters that are split."""
 
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
@@ -30,13 +29,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row that has met a call: a letter for each dim of each tensor, None where a dim must be whole.
+    """A row applied to a call: a letter for each dim of each tensor, None for a dim that must not be split.
 
-    A letter that some axis splits is split wherever it stands; where dims of several sizes have it, only evenly. An
-    output that has not got a `reduced` one is pending: each rank has a part of it, and `addends`, inputs that are added
-    to it, must be such parts too. `linear` are groups of inputs in which a pending sum passes through, `monotone` says
-    what a pending max or min of the only tensor becomes. A letter in `ranges` is split only so that each rank has a
-    range of it: its `local` counts from where a block begins.
+    An axis that splits a letter splits it in every tensor; where dims of several sizes share it, only evenly.
+
+    - `reduced`: how partial values are reduced if a letter is split that an output lacks; that output is then pending.
+    - `linear`: groups of inputs; a pending sum passes through if all inputs of a group are pending.
+    - `monotone`: what a pending reduction of the only tensor becomes, as in {"max": "min"}.
+    - `addends`: inputs that are added to the reduced value, and so must be partial values where it is one.
+    - `local`: the program that a rank runs in place of the op, or None for the op itself.
+    - `ranges`: letters that are split only so that each rank has a contiguous range, because `local` counts from its offset.
+    - `empty`: whether the op accepts blocks without elements, which an uneven split may leave.
+    - `alike`: outputs that are the same on all ranks, whatever is split.
     """
 
     inputs: tuple[Letters, ...]
@@ -47,54 +51,52 @@ class Rule:
     addends: frozenset[int] = frozenset()
     local: Callable[[Call, Place], Local | None] | None = None
     ranges: frozenset[str] = frozenset()
-    empty: bool = True  # whether the op takes a block without elements, as an uneven cut may leave
-    alike: frozenset[int] = frozenset()  # outputs that come out the same on all ranks, whatever is split
+    empty: bool = True
+    alike: frozenset[int] = frozenset()
 
     def cast(self, call: Call) -> Rule:
-        """The rule for a call's dtypes: a pending sum passes only where a sum of casts is the cast of the sum.
+        """The rule for a call's dtypes: a pending sum passes only if casting the terms and casting their sum agree.
 
-        Parts of integers wrap around and add up to what wraps around with them, truth values add up by "or", and
-        neither holds in another dtype. Complex numbers have no order.
+        Integer sums wrap around and sums of bools are "or", so neither survives a cast to another dtype. Complex
+        numbers have no max or min.
         """
-        if not call.made or not (self.linear or self.monotone):
+        if not call.output_dtypes or not (self.linear or self.monotone):
             return self
-        made = [
-            d for i, d in enumerate(call.made) if i not in self.alike
-        ]  # those are no function of the parts
-        of_kind = all(_is_float(d) for d in made)
+        outputs = [d for i, d in enumerate(call.output_dtypes) if i not in self.alike]
+        to_floats = all(_is_float(d) for d in outputs)
 
         def passes(i: int) -> bool:
-            here = call.dtypes[i]
-            return of_kind if _is_float(here) else all(d == here for d in made)
+            dtype = call.dtypes[i]
+            return to_floats if _is_float(dtype) else all(d == dtype for d in outputs)
 
-        ordered = not any(d.startswith("complex") for d in made)
-        kept = {a: b for a, b in self.monotone.items() if ordered and (a != "product" or passes(0))}
-        return replace(self, linear=tuple(g for g in self.linear if all(map(passes, g))), monotone=kept)
+        ordered = not any(d.startswith("complex") for d in outputs)
+        monotone = {a: b for a, b in self.monotone.items() if ordered and (a != "product" or passes(0))}
+        return replace(self, linear=tuple(g for g in self.linear if all(map(passes, g))), monotone=monotone)
 
     def writing(self, slots: Sequence[int]) -> Rule:
-        """The rule of an op that writes to some of its inputs: they stay as they lie, so that what they lack is whole.
+        """The rule of an op that writes to some of its inputs, whose layouts must not change.
 
-        A letter that such an input has not got would leave a part of the result in it, and so would a pending sum
-        of others.
+        A letter that such an input lacks must not be split, and a pending sum of other inputs must not pass: either
+        would leave partial values in it.
         """
         if not slots:
             return self
-        kept = set.intersection(*({x for x in self.inputs[i] if x is not None} for i in slots))
+        common = set.intersection(*({x for x in self.inputs[i] if x is not None} for i in slots))
 
-        def some(said: Letters) -> Letters:
-            return tuple(x if x in kept else None for x in said)
+        def restrict(letters: Letters) -> Letters:
+            return tuple(x if x in common else None for x in letters)
 
         return replace(
             self,
-            inputs=tuple(map(some, self.inputs)),
-            outputs=tuple(map(some, self.outputs)),
+            inputs=tuple(map(restrict, self.inputs)),
+            outputs=tuple(map(restrict, self.outputs)),
             linear=tuple(g for g in self.linear if g.issuperset(slots)),
             monotone={a: b for a, b in self.monotone.items() if a == b},
         )
 
 
 class Candidate(NamedTuple):
-    """What each output of an op then is on one axis of a mesh, if each input is so."""
+    """Placements of an op's inputs on one mesh axis, and those of its outputs that follow."""
 
     outputs: tuple[Placement, ...]
     inputs: tuple[Placement, ...]
@@ -102,19 +104,19 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """A rule as the list of all that one axis may do; several axes combine freely."""
+    """A rule as a list of candidates for one mesh axis; each axis may take any of them."""
 
     candidates: tuple[Candidate, ...]
-    empty: bool = False  # who lists placements thinks of blocks with elements
+    empty: bool = False  # a list of placements is written with non-empty blocks in mind
 
 
 @dataclass(frozen=True)
 class Row:
-    """One op's entry in the table: its text, how it meets a call, and whether it reads numbers.
+    """One op's entry in the table: its text, and the function that builds its rule for a call.
 
-    A row that does not read numbers keeps them out of the cache's key, all but their types. `makes` says that the op
-    reads no values either: it makes a tensor like the one it is given, which lies as that one does if its shape is
-    the same.
+    If `reads` is False the rule does not depend on the values of numbers, and the cache key has only their types. If
+    `makes` is True the op creates a tensor without reading the values of its input, and gives it the input's layout if
+    the shapes are equal.
     """
 
     text: str
@@ -125,7 +127,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Listing:
-    """One op's entry as a function: from its arguments, with what is known of each tensor in its place, to candidates."""
+    """One op's entry as a function from its arguments, with a spec for each tensor, to pairs of placements."""
 
     text: str
     candidates: Callable[..., Sequence[tuple[Sequence[Any], Sequence[Any]]]]

@@ -1,8 +1,8 @@
-"""Attention on split batches, heads and queries: the dense value and gradient, and nothing sent."""
+"""Attention with split batches, heads and queries: dense values and gradients, without communication."""
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from tests.dense import agrees, drawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -14,23 +14,27 @@ Q, K, V = drawn(4, 8, 6, 16), drawn(4, 8, 10, 16, seed=1), drawn(4, 8, 10, 16, s
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-@pytest.mark.parametrize("lie", ["0", "1"])
-def test_batch_and_heads_pass(kernel, lie):
+@pytest.mark.parametrize("placement", ["0", "1"])
+def test_batch_and_heads_may_be_split(kernel, placement):
     def attend(q, k, v):
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v)
 
-    assert agrees(attend, [Q, K, V], [lie] * 3).bytes == 0
-    agrees(attend, [Q, K, V], [lie, "R", "P"])
-    agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [Q, K, V], [lie] * 3)
+    assert agrees(attend, [Q, K, V], [placement] * 3).bytes == 0
+    agrees(attend, [Q, K, V], [placement, "R", "P"])
+    agrees(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [Q, K, V], [placement] * 3
+    )
 
 
-def test_queries_pass_where_no_position_counts():
+def test_queries_may_be_split_unless_causal():
     q = drawn(4, 8, 6, 16)
-    sent = agrees(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,), grad=False).bytes
-    assert sent == 0
+    ledger = agrees(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,), grad=False)
+    assert ledger.bytes == 0
     agrees(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,))
-    agrees(F.scaled_dot_product_attention, [q, K, V], ["2", "2", "2"])  # 6 over 4 ranks: the last has none
+    agrees(
+        F.scaled_dot_product_attention, [q, K, V], ["2", "2", "2"]
+    )  # 6 over 4 ranks: the last block is empty
     agrees(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [q, K, V],
@@ -40,70 +44,80 @@ def test_queries_pass_where_no_position_counts():
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (4, 1, 6, 10), (1, 8, 6, 10), (4, 8, 6, 10), (4, 1, 1, 10)])
-@pytest.mark.parametrize("lie", ["0", "1", "2"])
-def test_masks_are_broadcast(shape, lie):
+@pytest.mark.parametrize("placement", ["0", "1", "2"])
+def test_masks_broadcast(shape, placement):
     mask = drawn(*shape, seed=3)
 
     def attend(q, k, v, m):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=m.detach())
 
-    agrees(attend, [Q, K, V, mask], [lie, lie if lie != "2" else "R", lie if lie != "2" else "R", "R"], (2,))
-    agrees(attend, [Q, K, V, mask > 0], [lie, "R", "P", "0"], (2,))
+    agrees(
+        attend,
+        [Q, K, V, mask],
+        [placement, placement if placement != "2" else "R", placement if placement != "2" else "R", "R"],
+        (2,),
+    )
+    agrees(attend, [Q, K, V, mask > 0], [placement, "R", "P", "0"], (2,))
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (3,)])
-def test_fewer_heads_of_keys(heads, mesh, kernel):
+def test_shared_key_heads(heads, mesh, kernel):
     k, v = drawn(4, heads, 10, 16, seed=1), drawn(4, heads, 10, 16, seed=2)
 
     def attend(q, k, v):
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    for lies in (["1", "1", "1"], ["1", "R", "R"], ["0", "0", "0"], ["P", "1", "1"]):
-        ledger = agrees(attend, [Q, k, v], lies, mesh)
-        even = heads % mesh[0] == 0 and lies[0] == "1"
+    for placements in (["1", "1", "1"], ["1", "R", "R"], ["0", "0", "0"], ["P", "1", "1"]):
+        ledger = agrees(attend, [Q, k, v], placements, mesh)
+        even = heads % mesh[0] == 0 and placements[0] == "1"
         assert kernel is SDPBackend.MATH or not even or ledger.bytes == 0
 
 
-def test_blocks_that_would_cut_a_group_are_not_made():
-    q, k = drawn(2, 10, 6, 16), drawn(2, 5, 6, 16, seed=1)  # 5 and 5 of the queries, 3 and 2 of the keys
-    for lies in (["1", "1"], ["1", "R"]):
-        agrees(lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), [q, k], lies, (2,))
+def test_groups_of_query_heads_are_not_divided():
+    q, k = (
+        drawn(2, 10, 6, 16),
+        drawn(2, 5, 6, 16, seed=1),
+    )  # blocks of 5 and 5 query heads, of 3 and 2 key heads
+    for placements in (["1", "1"], ["1", "R"]):
+        agrees(
+            lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), [q, k], placements, (2,)
+        )
 
 
-def _met(name, tensors, **args):
-    """The rule of a kernel that this machine has not got, from what its meta kernel says comes out."""
+def _rule(name, tensors, **args):
+    """The rule of an op without a CPU kernel, from the outputs of its meta kernel."""
     slots = {n: Slot(i) for i, n in enumerate(tensors)}
     op = getattr(aten, name).default
     meta = {n: torch.empty(s, device="meta", dtype=torch.float16) for n, s in tensors.items()}
-    given = {a.name: None if a.default_value is None else a.default_value for a in op._schema.arguments}
-    made = op(**{n: v for n, v in (given | args | meta).items() if v is not None or "attn_bias" in n})
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    outputs = op(**{n: v for n, v in (defaults | args | meta).items() if v is not None or "attn_bias" in n})
     call = Call(
         f"aten.{name}.default",
-        given | args | slots,
+        defaults | args | slots,
         tuple(slots.values()),
         tuple(tensors.values()),
-        tuple(tuple(t.shape) for t in made if isinstance(t, torch.Tensor)),
-        tuple(isinstance(t, torch.Tensor) for t in made),
+        tuple(tuple(t.shape) for t in outputs if isinstance(t, torch.Tensor)),
+        tuple(isinstance(t, torch.Tensor) for t in outputs),
     )
     return TABLE[call.op].build(call)
 
 
-def test_kernels_of_other_devices_by_their_meta_kernels():
+def test_rules_of_ops_without_a_cpu_kernel():
     qkv = {"query": (2, 4, 8, 16), "key": (2, 4, 6, 16), "value": (2, 4, 6, 16)}
-    flash = _met("_scaled_dot_product_flash_attention", qkv)
+    flash = _rule("_scaled_dot_product_flash_attention", qkv)
     assert flash.inputs == (("b", "h", None, None),) * 3
     assert flash.outputs[:2] == (("b", "h", None, None), ("b", "h", None))
     assert flash.alike == frozenset(range(2, len(flash.outputs)))
-    efficient = _met("_scaled_dot_product_efficient_attention", qkv, compute_log_sumexp=True)
+    efficient = _rule("_scaled_dot_product_efficient_attention", qkv, compute_log_sumexp=True)
     assert efficient.outputs[:2] == flash.outputs[:2]
     assert efficient.alike == frozenset({2, 3})
-    cudnn = _met("_scaled_dot_product_cudnn_attention", qkv, compute_log_sumexp=True)
+    cudnn = _rule("_scaled_dot_product_cudnn_attention", qkv, compute_log_sumexp=True)
     assert cudnn.outputs[0] == ("b", "h", None, None)
-    assert _met("_scaled_dot_product_flash_attention", qkv, dropout_p=0.5) is None
-    shared = _met("_scaled_dot_product_flash_attention", {**qkv, "query": (2, 8, 8, 16)})
-    assert all(said[1] == "h" for said in shared.inputs)
-    odd = _met("_scaled_dot_product_flash_attention", {**qkv, "query": (2, 6, 8, 16)})
-    assert all("h" not in said for said in odd.inputs)
+    assert _rule("_scaled_dot_product_flash_attention", qkv, dropout_p=0.5) is None
+    shared = _rule("_scaled_dot_product_flash_attention", {**qkv, "query": (2, 8, 8, 16)})
+    assert all(letters[1] == "h" for letters in shared.inputs)
+    odd = _rule("_scaled_dot_product_flash_attention", {**qkv, "query": (2, 6, 8, 16)})
+    assert all("h" not in letters for letters in odd.inputs)

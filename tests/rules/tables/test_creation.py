@@ -1,4 +1,4 @@
-"""Tensors made like others: as those lie, and nothing is sent, whatever is pending."""
+"""Tensors created like others: in the same layout, without communication, whatever is pending."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ LIKE = {
 @pytest.mark.parametrize(
     "placement", [sw.Shard(0), sw.Shard(1), sw.Partial(), sw.Partial("max"), sw.Replicate()]
 )
-def test_a_tensor_made_like_another_lies_like_it(name, placement):
+def test_a_tensor_created_like_another_has_its_layout(name, placement):
     fn = LIKE[name]
     want = fn(torch.ones(5, 6))
     with sw.simulate(4):
@@ -39,12 +39,12 @@ def test_a_tensor_made_like_another_lies_like_it(name, placement):
 
 
 @pytest.mark.parametrize("placement", [sw.Shard(0), sw.Partial()])
-def test_one_of_another_shape_is_whole(placement):
+def test_a_tensor_of_another_shape_is_replicated(placement):
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.distribute_tensor(torch.ones(5, 6), mesh, [placement])
         with counting() as ledger:
-            made = [x.new_zeros(3), x.new_ones((2, 5)), x.new_full((4, 4), 2), x.new_empty((0, 6))]
+            created = [x.new_zeros(3), x.new_ones((2, 5)), x.new_full((4, 4), 2), x.new_empty((0, 6))]
         assert ledger.collectives == 0
-        assert [str(y.sharding) for y in made] == ["[3]", "[2, 5]", "[4, 4]", "[0, 6]"]
-        assert made[2].full_tensor().ranks[3].unique().item() == 2
+        assert [str(y.sharding) for y in created] == ["[3]", "[2, 5]", "[4, 4]", "[0, 6]"]
+        assert created[2].full_tensor().ranks[3].unique().item() == 2

@@ -1,4 +1,4 @@
-"""Reading and writing at indices: right, and without communication where none is needed."""
+"""Reading and writing at indices: dense results, and no communication where none is needed."""
 
 import pytest
 import torch
@@ -23,30 +23,30 @@ def index(*at):
 ALL = slice(None)
 READ = {
     "other dims stay split": (index(ALL, 0), [X, MANY], ["[5:tp, 7, 3]", "[9]"], "[5:tp, 9, 3]"),
-    "dims after it too": (index(ALL, 0), [X, MANY], ["[5, 7, 3:tp]", "[9]"], "[5, 9, 3:tp]"),
+    "dims after the index stay split": (index(ALL, 0), [X, MANY], ["[5, 7, 3:tp]", "[9]"], "[5, 9, 3:tp]"),
     "a split index": (index(ALL, 0), [X, MANY], ["[5, 7, 3]", "[9:tp]"], "[5, 9:tp, 3]"),
     "indices that broadcast": (index(0, 1), [X, PAIRS, MORE], ["[5, 7, 3]", "[6:tp, 1]", "[1, 4]"], "[6:tp, 4, 3]"),
-    "of which another is split": (index(0, 1), [X, PAIRS, MORE], ["[5, 7, 3]", "[6, 1]", "[1, 4:tp]"], "[6, 4:tp, 3]"),
-    "apart, to the front": (index(0, ALL, 0), [numbers(3, 7, 3), below(3, 6)], ["[3, 7:tp, 3]", "[6]"], "[6, 7:tp]"),
+    "of which the other is split": (index(0, 1), [X, PAIRS, MORE], ["[5, 7, 3]", "[6, 1]", "[1, 4:tp]"], "[6, 4:tp, 3]"),
+    "separated indices, whose dims come first": (index(0, ALL, 0), [numbers(3, 7, 3), below(3, 6)], ["[3, 7:tp, 3]", "[6]"], "[6, 7:tp]"),
     "a pending sum": (index(ALL, 0), [X, MANY], ["[5, 7, 3] P(tp,sum)", "[9]"], "[5, 9, 3] P(tp,sum)"),
-    "by lookup": (index(0), [TALL, SIGNED], ["[13:tp, 3]", "[5]"], "[5, 3] P(tp,sum)"),
-    "by lookup in the middle": (index(ALL, 0), [X, FEW], ["[5, 7:tp, 3]", "[2]"], "[5, 2, 3] P(tp,sum)"),
-    "by lookup where blocks are empty": (
+    "by masked lookup": (index(0), [TALL, SIGNED], ["[13:tp, 3]", "[5]"], "[5, 3] P(tp,sum)"),
+    "by masked lookup in the middle": (index(ALL, 0), [X, FEW], ["[5, 7:tp, 3]", "[2]"], "[5, 2, 3] P(tp,sum)"),
+    "by masked lookup where blocks are empty": (
         index(ALL, 0), [numbers(2, 5), below(5, 2)], ["[2, 5:tp]", "[2]"], "[2, 2] P(tp,sum)"
     ),
-    "by lookup, and more dims": (
+    "by masked lookup, and more dims": (
         index(0), [TALL, below(13, 3, 2)], ["[13:tp, 3]", "[3, 2]"], "[3, 2, 3] P(tp,sum)"
     ),
     "select": (lambda x, i: x.index_select(1, i), [X, MANY], ["[5:tp, 7, 3]", "[9]"], "[5:tp, 9, 3]"),
     "select by a split index": (lambda x, i: x.index_select(-2, i), [X, MANY], ["[5, 7, 3]", "[9:tp]"], "[5, 9:tp, 3]"),
-    "select by lookup": (lambda x, i: x.index_select(1, i), [X, FEW], ["[5, 7:tp, 3]", "[2]"], "[5, 2, 3] P(tp,sum)"),
-    "select with one": (lambda x, i: x.index_select(0, i), [X, below(5)], ["[5, 7:tp, 3]", "[]"], "[1, 7:tp, 3]"),
+    "select by masked lookup": (lambda x, i: x.index_select(1, i), [X, FEW], ["[5, 7:tp, 3]", "[2]"], "[5, 2, 3] P(tp,sum)"),
+    "select with a scalar index": (lambda x, i: x.index_select(0, i), [X, below(5)], ["[5, 7:tp, 3]", "[]"], "[1, 7:tp, 3]"),
     "take": (torch.take, [X, below(105, 9)], ["[5, 7, 3]", "[9:tp]"], "[9:tp]"),
     "gather": (lambda x, i: x.gather(1, i), [X, below(7, 5, 2, 3)], ["[5:tp, 7, 3]", "[5:tp, 2, 3]"], "[5:tp, 2, 3]"),
     "gather at a split index": (
         lambda x, i: x.gather(1, i), [X, below(7, 5, 6, 3)], ["[5, 7, 3]", "[5, 6:tp, 3]"], "[5, 6:tp, 3]"
     ),
-    "gather by lookup": (
+    "gather by masked lookup": (
         lambda x, i: x.gather(1, i), [X, below(7, 5, 1, 3)], ["[5, 7:tp, 3]", "[5, 1, 3]"], "[5, 1, 3] P(tp,sum)"
     ),
     "along a dim": (
@@ -58,8 +58,8 @@ READ = {
 
 @pytest.mark.parametrize("name", READ)
 def test_reading(name):
-    fn, values, layouts, lies = READ[name]
-    check(fn, values, layouts, lies=lies)
+    fn, values, layouts, expect = READ[name]
+    check(fn, values, layouts, expect=expect)
 
 
 def put(accumulate, *at):
@@ -75,11 +75,11 @@ def put(accumulate, *at):
 ONCE = torch.tensor([6, 0, 3])
 SRC = numbers(5, 3, 3, seed=7)
 SMALLER = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(k))[:3] for k in range(15)])
-SMALLER = SMALLER.view(5, 3, 3).transpose(1, 2).contiguous()  # no index twice along dim 1
+SMALLER = SMALLER.view(5, 3, 3).transpose(1, 2).contiguous()  # distinct indices along dim 1
 LONG = numbers(5, 9, 3, seed=8)
 WRITE = {
     "put into other dims": (put(False, None, 0), [X, ONCE, SRC], ["[5:tp, 7, 3]", "[3]", "[5, 3, 3]"], "[5:tp, 7, 3]"),
-    "put into the dim that is split": (
+    "put into the split dim": (
         put(False, None, 0), [X, ONCE, SRC], ["[5, 7:tp, 3]", "[3]", "[5, 3, 3]"], "[5, 7:tp, 3]"
     ),
     "put one value": (
@@ -92,7 +92,7 @@ WRITE = {
     "add at a split index": (
         put(True, None, 0), [X, MANY, LONG], ["[5, 7, 3]", "[9:tp]", "[5, 9, 3]"], "[5, 7, 3] P(tp,sum)"
     ),
-    "add into the dim that is split": (
+    "add into the split dim": (
         put(True, None, 0), [X, MANY, LONG], ["[5, 7:tp, 3]", "[9]", "[5, 9, 3]"], "[5, 7:tp, 3]"
     ),
     "add to a pending sum": (
@@ -106,17 +106,17 @@ WRITE = {
         lambda x, i, s: x.index_add(1, i, s), [X, MANY, LONG], ["[5, 7, 3]", "[9:tp]", "[5, 9:tp, 3]"],
         "[5, 7, 3] P(tp,sum)",
     ),
-    "index_add into the dim that is split": (
+    "index_add into the split dim": (
         lambda x, i, s: x.index_add(1, i, s), [X, MANY, LONG], ["[5, 7:tp, 3]", "[9]", "[5, 9, 3]"], "[5, 7:tp, 3]"
     ),
     "index_copy": (
         lambda x, i, s: x.index_copy(1, i, s), [X, ONCE, SRC], ["[5, 7, 3:tp]", "[3]", "[5, 3, 3:tp]"], "[5, 7, 3:tp]"
     ),
-    "index_copy into the dim that is split": (
+    "index_copy into the split dim": (
         lambda x, i, s: x.index_copy(1, i, s), [X, ONCE, SRC], ["[5, 7:tp, 3]", "[3]", "[5, 3, 3]"], "[5, 7:tp, 3]"
     ),
     "index_fill": (lambda x, i: x.index_fill(1, i, 2.5), [X, FEW], ["[5:tp, 7, 3]", "[2]"], "[5:tp, 7, 3]"),
-    "index_fill of the dim that is split": (
+    "index_fill of the split dim": (
         lambda x, i: x.index_fill(1, i, 2.5), [X, -1 - FEW], ["[5, 7:tp, 3]", "[2]"], "[5, 7:tp, 3]"
     ),
     "index_fill by 0 of a pending sum": (
@@ -126,7 +126,7 @@ WRITE = {
         lambda x, i, s: x.scatter(1, i, s), [X, SMALLER, SRC], ["[5:tp, 7, 3]", "[5:tp, 3, 3]", "[5:tp, 3, 3]"],
         "[5:tp, 7, 3]",
     ),
-    "scatter into the dim that is split": (
+    "scatter into the split dim": (
         lambda x, i, s: x.scatter(1, i, s), [X, SMALLER, SRC], ["[5, 7:tp, 3]", "[5, 3, 3]", "[5, 3, 3]"],
         "[5, 7:tp, 3]",
     ),
@@ -137,7 +137,7 @@ WRITE = {
         lambda x, i, s: x.scatter_add(1, i, s), [X, below(7, 5, 9, 3), LONG],
         ["[5:tp, 7, 3]", "[5, 9, 3]", "[5:tp, 9, 3]"], "[5:tp, 7, 3]",
     ),
-    "scatter_add of what is split": (
+    "scatter_add at a split index": (
         lambda x, i, s: x.scatter_add(1, i, s), [X, below(7, 5, 9, 3), LONG],
         ["[5, 7, 3]", "[5, 9:tp, 3]", "[5, 9:tp, 3]"], "[5, 7, 3] P(tp,sum)",
     ),
@@ -150,7 +150,7 @@ WRITE = {
     "diagonal_scatter": (
         lambda x, s: x.diagonal_scatter(s, 1, 1, 2), [X, numbers(5, 2)], ["[5:tp, 7, 3]", "[5:tp, 2]"], "[5:tp, 7, 3]"
     ),
-    "put by number, adding": (
+    "put with accumulate": (
         lambda x, i, s: x.put(i, s, accumulate=True), [X, below(105, 9), numbers(9)], ["[5, 7, 3]", "[9:tp]", "[9:tp]"],
         "[5, 7, 3] P(tp,sum)",
     ),
@@ -159,9 +159,9 @@ WRITE = {
 
 @pytest.mark.parametrize("name", WRITE)
 def test_writing(name):
-    fn, values, layouts, lies = WRITE[name]
-    check(fn, values, layouts, lies=lies, grad=False)
-    check(fn, values, layouts, lies=lies, free=False)
+    fn, values, layouts, expect = WRITE[name]
+    check(fn, values, layouts, expect=expect, grad=False)
+    check(fn, values, layouts, expect=expect, free=False)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
@@ -172,10 +172,10 @@ def test_scatter_reduce(reduce, layout):
     def fn(x, i, s):
         return x.scatter_reduce(1, i, s, reduce, include_self=False)
 
-    check(fn, values, [layout, "[5, 9, 3]", "[5, 9, 3]"], lies=layout, grad=False)
+    check(fn, values, [layout, "[5, 9, 3]", "[5, 9, 3]"], expect=layout, grad=False)
 
 
-def test_a_corner_of_a_larger_source_is_not_taken_for_its_block():
+def test_part_of_a_larger_source_is_not_confused_with_a_block():
     def fn(x, i):
         return x.gather(1, i)
 
@@ -193,7 +193,7 @@ def test_a_corner_of_a_larger_source_is_not_taken_for_its_block():
     )
 
 
-def test_a_table_whose_rows_lie_in_factors_is_looked_up_right():
+def test_a_lookup_in_a_dim_split_within_factors():
     table, at = numbers(12, 3), below(12, 4)
     for layout in ["[2 6:tp, 3]", "[3 4:tp, 3]", "[12:tp, 3]"]:
         check(lambda x, i: x[i], [table, at], [layout, "[4]"], free=False)
@@ -202,7 +202,7 @@ def test_a_table_whose_rows_lie_in_factors_is_looked_up_right():
         check(lambda x, i: x.index_fill(0, i, 7.0), [table, at], [layout, "[4]"], free=False)
 
 
-def test_in_place_the_target_stays_where_it_is():
+def test_in_place_writes_keep_the_layout_of_the_target():
     def fn(x, i, s):
         y = x.clone()
         y[:, i] = s
@@ -211,10 +211,10 @@ def test_in_place_the_target_stays_where_it_is():
         return y.scatter_(1, i.view(1, 3, 1).expand(5, 3, 3), 0.25)
 
     for layout in ["[5:tp, 7, 3]", "[5, 7:tp, 3]", "[5, 7, 3:tp]"]:
-        check(fn, [X, ONCE, SRC], [layout, "[3]", "[5, 3, 3]"], lies=layout, grad=False)
+        check(fn, [X, ONCE, SRC], [layout, "[3]", "[5, 3, 3]"], expect=layout, grad=False)
 
 
-def test_what_is_written_in_place_is_the_block_itself():
+def test_in_place_writes_are_visible_through_views():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.zeros(7, device_mesh=mesh, placements=[sw.Shard(0)])
@@ -230,11 +230,11 @@ def test_a_value_written_where_a_mask_is_true(mask, value):
     def fn(x, m, v):
         return x.index_put((m,), v)
 
-    there = "[" + ", ".join(map(str, value.shape)) + "]"
-    check(fn, [X, X[..., 0] > 0, value], ["[5:tp, 7, 3]", mask, there], lies="[5:tp, 7, 3]", grad=False)
+    layout = "[" + ", ".join(map(str, value.shape)) + "]"
+    check(fn, [X, X[..., 0] > 0, value], ["[5:tp, 7, 3]", mask, layout], expect="[5:tp, 7, 3]", grad=False)
 
 
-def test_masked_values_that_differ_are_not_mistaken_for_one():
+def test_different_values_written_at_a_mask():
     m = X[..., 0] > 0
 
     def fn(x, m, v):
@@ -248,7 +248,7 @@ def test_masked_values_that_differ_are_not_mistaken_for_one():
     )
 
 
-@pytest.mark.parametrize("wrong", [13, -14])
+@pytest.mark.parametrize("bad", [13, -14])
 @pytest.mark.parametrize(
     "fn",
     [
@@ -259,16 +259,16 @@ def test_masked_values_that_differ_are_not_mistaken_for_one():
         lambda x, i: x.index_put((i,), x[:2]),
     ],
 )
-def test_an_index_that_points_nowhere_is_an_error(fn, wrong):
+def test_an_index_out_of_range_is_an_error(fn, bad):
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.distribute_tensor(TALL, mesh, [sw.Shard(0)])
-        i = sw.distribute_tensor(torch.tensor([3, wrong]), mesh, [sw.Replicate()])
+        i = sw.distribute_tensor(torch.tensor([3, bad]), mesh, [sw.Replicate()])
         with pytest.raises((IndexError, RuntimeError), match=r"range|bounds"):
             fn(x, i)
 
 
-def test_much_that_is_read_of_little_gathers_the_little():
+def test_reading_many_elements_of_a_small_tensor_gathers_the_tensor():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = sw.ones(8, device_mesh=mesh, placements=[sw.Shard(0)])
@@ -276,7 +276,7 @@ def test_much_that_is_read_of_little_gathers_the_little():
         with counting() as ledger:
             y = x[i]
             y.full_tensor()
-        assert ledger.bytes == 4 * 8 * 3  # each of 4 ranks gets what the others have
+        assert ledger.bytes == 4 * 8 * 3  # each of 4 ranks receives 3 blocks of 2 elements
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8])

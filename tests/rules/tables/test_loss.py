@@ -1,9 +1,11 @@
-"""Losses on split batches, classes and elements: the dense value and gradient, and nothing gathered."""
+"""Losses with split batches, classes and elements: dense values and gradients, and nothing is gathered."""
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from tests.dense import agrees, drawn
+
+import shardwise as sw
 
 ELEMENTWISE = {
     "mse": lambda x, y, **k: F.mse_loss(x, y, **k),
@@ -21,23 +23,25 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize("lie", ["0", "1"])  # over 4 ranks: 5 rows leave an empty block, 7 a short one
-def test_elementwise(name, reduction, lie):
+@pytest.mark.parametrize(
+    "placement", ["0", "1"]
+)  # over 4 ranks, 5 rows leave an empty block and 7 a short one
+def test_elementwise(name, reduction, placement):
     ledger = agrees(
         lambda x, y: ELEMENTWISE[name](x, y, reduction=reduction),
         [drawn(5, 7), drawn(5, 7, seed=1)],
-        [lie, lie],
+        [placement, placement],
     )
     assert ledger.bytes == 0
 
 
-def test_elementwise_pending_and_mixed():
-    for lies in (["P", "0"], ["0", "P"], ["R", "1"], ["P", "P"], ["0", "1"]):
+def test_elementwise_with_pending_sums_and_different_layouts():
+    for placements in (["P", "0"], ["0", "P"], ["R", "1"], ["P", "P"], ["0", "1"]):
         for reduction in ("none", "mean", "sum"):
             agrees(
                 lambda x, y, r=reduction: F.mse_loss(x, y, reduction=r),
                 [drawn(5, 7), drawn(5, 7, seed=1)],
-                lies,
+                placements,
             )
 
 
@@ -47,7 +51,7 @@ def test_a_mean_is_over_the_broadcast_shape():
 
     agrees(loss, [drawn(6, 1), drawn(6, 5, seed=1)], ["0", "0"], grad=False)
     agrees(loss, [drawn(6, 1), drawn(6, 5, seed=1)], ["R", "1"], grad=False)
-    agrees(loss, [drawn(0, 4), drawn(0, 4)], ["1", "1"], grad=False)  # of nothing: not a number
+    agrees(loss, [drawn(0, 4), drawn(0, 4)], ["1", "1"], grad=False)  # the mean of nothing is nan
 
 
 def test_weights_of_binary_cross_entropy():
@@ -56,8 +60,13 @@ def test_weights_of_binary_cross_entropy():
     def loss(x, y, w, p):
         return F.binary_cross_entropy_with_logits(x, y.sigmoid(), w.detach(), pos_weight=p.detach())
 
-    for lies in (["0", "0", "R", "R"], ["1", "1", "0", "R"], ["1", "1", "0", "0"], ["P", "0", "P", "0"]):
-        agrees(loss, [drawn(5, 7), drawn(5, 7, seed=1), weight, pos], lies)
+    for placements in (
+        ["0", "0", "R", "R"],
+        ["1", "1", "0", "R"],
+        ["1", "1", "0", "0"],
+        ["P", "0", "P", "0"],
+    ):
+        agrees(loss, [drawn(5, 7), drawn(5, 7, seed=1), weight, pos], placements)
 
 
 TARGET = torch.tensor([0, 3, -100, 6, 2])
@@ -67,36 +76,36 @@ WEIGHT = torch.tensor([1.0, 2.0, 0.5, 0.25, 3.0, 1.5, 0.75], dtype=torch.float64
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 @pytest.mark.parametrize(
-    "lies", [("0", "0", "R"), ("1", "R", "0"), ("1", "0", "R"), ("P", "0", "R"), ("0", "R", "0")]
+    "placements", [("0", "0", "R"), ("1", "R", "0"), ("1", "0", "R"), ("P", "0", "R"), ("0", "R", "0")]
 )
-def test_nll(reduction, weight, lies):
+def test_nll(reduction, weight, placements):
     def loss(x, t, w):
         return F.nll_loss(x, t, None if w is None else w.detach(), reduction=reduction)
 
-    ledger = agrees(loss, [drawn(5, 7), TARGET, weight], lies)
-    if lies == ("1", "R", "0"):
+    ledger = agrees(loss, [drawn(5, 7), TARGET, weight], placements)
+    if placements == ("1", "R", "0"):
         assert ledger.bytes <= 100  # the total of the weights
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("lies", [("0", "0"), ("1", "R"), ("2", "1"), ("3", "2"), ("1", "2")])
-def test_nll_of_images(reduction, lies):
+@pytest.mark.parametrize("placements", [("0", "0"), ("1", "R"), ("2", "1"), ("3", "2"), ("1", "2")])
+def test_nll_of_images(reduction, placements):
     target = torch.arange(5 * 2 * 6).view(5, 2, 6) % 3
     target[0] = 1  # ignored
     agrees(
         lambda x, t: F.nll_loss(x.log_softmax(1), t, ignore_index=1, reduction=reduction),
         [drawn(5, 3, 2, 6), target],
-        lies,
+        placements,
     )
 
 
-def test_nll_on_two_axes_and_without_a_batch():
+def test_nll_on_two_mesh_axes_and_without_a_batch():
     for reduction in ("none", "mean", "sum"):
-        for lies in (("0 1", "0 R"), ("1 0", "R 0"), ("1 1", "0 R"), ("P 1", "0 0")):
+        for placements in (("0 1", "0 R"), ("1 0", "R 0"), ("1 1", "0 R"), ("P 1", "0 0")):
             agrees(
                 lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r),
                 [drawn(5, 7), TARGET],
-                lies,
+                placements,
                 (2, 2),
             )
         agrees(
@@ -104,24 +113,22 @@ def test_nll_on_two_axes_and_without_a_batch():
         )
 
 
-def test_all_targets_ignored_is_not_a_number():
+def test_the_mean_over_ignored_targets_is_nan():
     agrees(F.nll_loss, [drawn(5, 7), torch.full((5,), -100)], ["0", "0"], grad=False)
     agrees(F.nll_loss, [drawn(5, 7), torch.full((5,), -100)], ["1", "R"], grad=False)
 
 
-def test_a_target_that_no_rank_has_is_an_error():
+def test_a_target_out_of_range_is_an_error():
     target = torch.tensor([0, 7, 1, 2, 3])
     with pytest.raises(IndexError):
         F.nll_loss(drawn(5, 7), target)
     for bad in (7, -1):
         target[1] = bad
         with pytest.raises(RuntimeError, match="out of bounds"):
-            _one_way(target)
+            _nll_with_split_classes(target)
 
 
-def _one_way(target):
-    import shardwise as sw
-
+def _nll_with_split_classes(target):
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
         x = sw.distribute_tensor(drawn(5, 7), mesh, [sw.Shard(1)])
@@ -144,11 +151,11 @@ def test_margins(reduction):
     def multilabel(x, t):
         return F.multilabel_margin_loss(x, t, reduction=reduction)
 
-    for lie in ("0", "P", "1"):
-        ledger = agrees(multi, [drawn(7, 7), target, WEIGHT], [lie, "0", "R"])
-        assert lie != "0" or ledger.bytes == 0
-        agrees(multilabel, [drawn(8, 4), labels], [lie, "0"])
-        agrees(multilabel, [drawn(5, 4), labels[:5]], [lie, "0"])  # 5 rows leave an empty block
+    for placement in ("0", "P", "1"):
+        ledger = agrees(multi, [drawn(7, 7), target, WEIGHT], [placement, "0", "R"])
+        assert placement != "0" or ledger.bytes == 0
+        agrees(multilabel, [drawn(8, 4), labels], [placement, "0"])
+        agrees(multilabel, [drawn(5, 4), labels[:5]], [placement, "0"])  # 5 rows leave an empty block
     agrees(lambda x, t: F.multilabel_soft_margin_loss(x, t.sigmoid(), reduction=reduction),
            [drawn(5, 4), drawn(5, 4, seed=1)], ["0", "0"])  # fmt: skip
 
@@ -156,7 +163,11 @@ def test_margins(reduction):
 def test_pairs_and_triplets():
     a, b, c = drawn(5, 6), drawn(5, 6, seed=1), drawn(5, 6, seed=2)
     sign = torch.tensor([1.0, -1, 1, 1, -1], dtype=torch.float64)
-    for lie in ("0", "1"):
-        agrees(F.triplet_margin_loss, [a, b, c], [lie] * 3)
-        agrees(lambda x, y, s: F.cosine_embedding_loss(x, y, s.detach()), [a, b, sign], [lie, lie, "R"])
+    for placement in ("0", "1"):
+        agrees(F.triplet_margin_loss, [a, b, c], [placement] * 3)
+        agrees(
+            lambda x, y, s: F.cosine_embedding_loss(x, y, s.detach()),
+            [a, b, sign],
+            [placement, placement, "R"],
+        )
     agrees(lambda x, y, s: F.margin_ranking_loss(x[:, 0], y[:, 0], s.detach()), [a, b, sign], ["0"] * 3)

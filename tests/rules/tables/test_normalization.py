@@ -1,8 +1,8 @@
-"""Norms on split batches, channels, groups and rows: the dense value and gradient, running statistics too."""
+"""Norms with split batches, channels, groups and rows: dense values, gradients and running statistics."""
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from tests.dense import agrees, drawn
 
 import shardwise as sw
@@ -10,34 +10,29 @@ from shardwise.call.fallback import run_on_full
 from shardwise.comm import counting
 
 
-def _free(ledger):
-    assert ledger.bytes == 0
-
-
-@pytest.mark.parametrize("lie", ["0", "1", "2", "P"])
+@pytest.mark.parametrize("placement", ["0", "1", "2", "P"])
 @pytest.mark.parametrize("shape", [(5, 8, 3), (8, 8, 2)])
-def test_group_norm(lie, shape):
+def test_group_norm(placement, shape):
     weight, bias = drawn(8, seed=1), drawn(8, seed=2)
-    agrees(lambda x, w, b: F.group_norm(x, 4, w, b), [drawn(*shape), weight, bias], [lie, "R", "0"])
-    agrees(lambda x: F.group_norm(x, 4), [drawn(*shape)], [lie])
+    agrees(lambda x, w, b: F.group_norm(x, 4, w, b), [drawn(*shape), weight, bias], [placement, "R", "0"])
+    agrees(lambda x: F.group_norm(x, 4), [drawn(*shape)], [placement])
 
 
-def test_whole_groups_and_whole_rows_need_no_exchange():
+def test_splitting_batch_or_groups_needs_no_communication():
     x = drawn(8, 8, 3)
-    for lie in ("0", "1"):
-        _free(agrees(lambda x: F.group_norm(x, 4), [x], [lie], grad=False))
-        _free(agrees(lambda x: F.group_norm(x, 4), [x], [lie]))
+    for placement in ("0", "1"):
+        assert agrees(lambda x: F.group_norm(x, 4), [x], [placement]).bytes == 0
 
 
-def test_groups_that_are_cut_exchange_statistics():
+def test_splitting_within_groups_communicates_statistics_only():
     x = drawn(2, 4, 100_000)
     ledger = agrees(lambda x: F.group_norm(x, 2), [x], ["2"])
     assert ledger.bytes < 1000
 
 
-@pytest.mark.parametrize("lie", ["0", "1", "2", "P", "R"])
+@pytest.mark.parametrize("placement", ["0", "1", "2", "P", "R"])
 @pytest.mark.parametrize("stats", ["R", "0"])
-def test_batch_norm_in_training_keeps_the_running_statistics_of_the_global_batch(lie, stats):
+def test_batch_norm_in_training_updates_running_statistics_with_the_global_batch(placement, stats):
     mean, var = drawn(6, seed=3), drawn(6, seed=4).abs()
     weight, bias = drawn(6, seed=1), drawn(6, seed=2)
 
@@ -46,41 +41,43 @@ def test_batch_norm_in_training_keeps_the_running_statistics_of_the_global_batch
         y = F.batch_norm(x, m, v, w, b, training=True, momentum=0.3)
         return y, m, v
 
-    agrees(norm, [drawn(5, 6, 3), weight, bias, mean, var], [lie, "R", "R", stats, stats])
+    agrees(norm, [drawn(5, 6, 3), weight, bias, mean, var], [placement, "R", "R", stats, stats])
 
 
-def test_batch_norm_in_training_sends_statistics_only():
-    norm = lambda x: F.batch_norm(x, None, None, training=True)  # noqa: E731
-    _free(agrees(norm, [drawn(5, 8, 3)], ["1"]))
+def test_batch_norm_in_training_communicates_statistics_only():
+    def norm(x):
+        return F.batch_norm(x, None, None, training=True)
+
+    assert agrees(norm, [drawn(5, 8, 3)], ["1"]).bytes == 0
     assert agrees(norm, [drawn(8, 3, 20_000)], ["0"]).bytes < 1000
     assert agrees(norm, [drawn(8, 3, 20_000)], ["2"]).bytes < 1000
 
 
-@pytest.mark.parametrize("lie", ["0", "1", "2", "P"])
-def test_batch_norm_with_given_statistics(lie):
+@pytest.mark.parametrize("placement", ["0", "1", "2", "P"])
+def test_batch_norm_with_given_statistics(placement):
     mean, var = drawn(8, seed=3), drawn(8, seed=4).abs()
     weight, bias = drawn(8, seed=1), drawn(8, seed=2)
 
     def norm(x, w, b, m, v):
         return F.batch_norm(x, m.detach(), v.detach(), w, b, training=False)
 
-    sent = agrees(norm, [drawn(4, 8, 4), weight, bias, mean, var], [lie] + ["R"] * 4).bytes
-    assert lie == "P" or sent == 0
-    agrees(norm, [drawn(5, 8, 4), weight, bias, mean, var], [lie, "R", "0", "0", "R"])
+    sent = agrees(norm, [drawn(4, 8, 4), weight, bias, mean, var], [placement] + ["R"] * 4).bytes
+    assert placement == "P" or sent == 0
+    agrees(norm, [drawn(5, 8, 4), weight, bias, mean, var], [placement, "R", "0", "0", "R"])
 
 
-@pytest.mark.parametrize("lie", ["0", "1", "R"])
+@pytest.mark.parametrize("placement", ["0", "1", "R"])
 @pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_of_what_needs_no_gradient(lie, training):
+def test_batch_norm_of_data_without_gradient(placement, training):
     def norm(x, w, b, m, v):
         stats = (None, None) if training else (m.detach(), v.detach())
         return F.batch_norm(x.detach(), *stats, w, b, training=training)
 
-    given = [drawn(5, 6, 3), *(drawn(6, seed=i).abs() for i in range(1, 5))]
-    agrees(norm, given, [lie, "R", "0", "R", "R"])
+    values = [drawn(5, 6, 3), *(drawn(6, seed=i).abs() for i in range(1, 5))]
+    agrees(norm, values, [placement, "R", "0", "R", "R"])
 
 
-def test_running_statistics_that_lie_otherwise_are_written_where_they_lie():
+def test_running_statistics_in_another_layout_keep_it():
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
         for data in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
@@ -90,70 +87,70 @@ def test_running_statistics_that_lie_otherwise_are_written_where_they_lie():
                     torch.zeros(6, dtype=torch.float64),
                     torch.ones(6, dtype=torch.float64),
                 )
-                put = [
+                tensors = [
                     sw.distribute_tensor(t, mesh, [p]) for t, p in ((x, data), (mean, stats), (var, stats))
                 ]
-                F.batch_norm(put[0], put[1], put[2], training=True)
+                F.batch_norm(tensors[0], tensors[1], tensors[2], training=True)
                 F.batch_norm(x, mean, var, training=True)
-                torch.testing.assert_close(put[1].full_tensor().ranks[3], mean)
-                torch.testing.assert_close(put[2].full_tensor().ranks[3], var)
-                assert put[1].placements == (stats,)
+                torch.testing.assert_close(tensors[1].full_tensor().ranks[3], mean)
+                torch.testing.assert_close(tensors[2].full_tensor().ranks[3], var)
+                assert tensors[1].placements == (stats,)
 
 
-def test_running_statistics_are_written_on_the_last_rung_too():
+def test_the_fallback_updates_running_statistics_too():
     x, mean, var = drawn(5, 6), torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
     func, rest = torch.ops.aten.native_batch_norm.default, (True, 0.1, 1e-5)
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
-        put = [sw.distribute_tensor(t, mesh, [sw.Shard(0)]) for t in (x, mean, var)]
-        run_on_full(func, (put[0], None, None, *put[1:], *rest), {})
+        tensors = [sw.distribute_tensor(t, mesh, [sw.Shard(0)]) for t in (x, mean, var)]
+        run_on_full(func, (tensors[0], None, None, *tensors[1:], *rest), {})
         func(x, None, None, mean, var, *rest)
-        torch.testing.assert_close(put[1].full_tensor().ranks[1], mean)
-        torch.testing.assert_close(put[2].full_tensor().ranks[1], var)
+        torch.testing.assert_close(tensors[1].full_tensor().ranks[1], mean)
+        torch.testing.assert_close(tensors[2].full_tensor().ranks[1], var)
 
 
 def test_instance_norm_and_channel_shuffle():
-    for lie in ("0", "1", "2"):
-        agrees(lambda x: F.instance_norm(x), [drawn(4, 6, 5)], [lie])
-        agrees(lambda x: F.channel_shuffle(x, 2), [drawn(4, 6, 5, 2)], [lie])
+    for placement in ("0", "1", "2"):
+        agrees(lambda x: F.instance_norm(x), [drawn(4, 6, 5)], [placement])
+        agrees(lambda x: F.channel_shuffle(x, 2), [drawn(4, 6, 5, 2)], [placement])
     agrees(lambda x: F.channel_shuffle(x, 2), [drawn(4, 6, 5, 2)], ["P"], grad=False)
 
 
-@pytest.mark.parametrize("lie", ["0", "1", "2"])
-def test_renorm_and_weight_norm(lie):
+@pytest.mark.parametrize("placement", ["0", "1", "2"])
+def test_renorm_and_weight_norm(placement):
     for dim in (0, 1, -1):
-        agrees(lambda x, d=dim: x.renorm(2, d, 1.5), [drawn(4, 6, 5)], [lie])
+        agrees(lambda x, d=dim: x.renorm(2, d, 1.5), [drawn(4, 6, 5)], [placement])
     g = drawn(4, 1, 1, seed=1)
     for other in ("0", "R"):
-        agrees(lambda v, g: torch._weight_norm(v, g, 0), [drawn(4, 6, 5), g], [lie, other])
+        agrees(lambda v, g: torch._weight_norm(v, g, 0), [drawn(4, 6, 5), g], [placement, other])
 
     def fused(v, g):
         return torch.ops.aten._weight_norm_interface(v, g, 0)
 
-    agrees(fused, [drawn(4, 6, 5), g], [lie, "0"])
+    agrees(fused, [drawn(4, 6, 5), g], [placement, "0"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lie", ["0", "1"])
-def test_narrow_statistics_have_the_dtype_they_say(dtype, lie):
+@pytest.mark.parametrize("placement", ["0", "1"])
+def test_statistics_of_16_bit_floats_have_the_stated_dtype(dtype, placement):
     x, w = drawn(4, 8, dtype=dtype), drawn(8, seed=1, dtype=dtype)
     for weight in (None, w, w.float()):
         agrees(
             lambda x, w: torch.ops.aten.native_layer_norm(x, [8], w, None, 1e-5),
-            [x, weight], [lie, "R"], grad=False, tol=2e-2,
+            [x, weight], [placement, "R"], grad=False, tol=2e-2,
         )  # fmt: skip
         agrees(
             lambda x, w: torch.ops.aten.native_group_norm(x, w, None, 4, 8, 1, 4, 1e-5),
-            [x, weight], [lie, "R"], grad=False, tol=2e-2,
+            [x, weight], [placement, "R"], grad=False, tol=2e-2,
         )  # fmt: skip
         agrees(
             lambda x, w: torch.ops.aten.native_batch_norm(x, w, None, None, None, True, 0.1, 1e-5),
-            [x, weight], [lie, "R"], grad=False, tol=2e-2,
+            [x, weight], [placement, "R"], grad=False, tol=2e-2,
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", ["0", "1"])
-def test_narrow_statistics_have_the_dtype_of_a_bias_or_of_running_ones_too(lie):
+@pytest.mark.parametrize("placement", ["0", "1"])
+def test_statistics_of_16_bit_floats_have_the_dtype_of_the_bias_or_of_running_statistics(placement):
     x, b = drawn(4, 8, dtype=torch.bfloat16), drawn(8, seed=1, dtype=torch.float32)
 
     def batch(x, m, v):
@@ -162,26 +159,26 @@ def test_narrow_statistics_have_the_dtype_of_a_bias_or_of_running_ones_too(lie):
     agrees(
         lambda x, b: torch.ops.aten.native_layer_norm(x, [8], None, b, 1e-5),
         [x, b],
-        [lie, "R"],
+        [placement, "R"],
         grad=False,
         tol=2e-2,
     )
     agrees(
         lambda x, b: torch.ops.aten.native_group_norm(x, None, b, 4, 8, 1, 4, 1e-5),
         [x, b],
-        [lie, "R"],
+        [placement, "R"],
         grad=False,
         tol=2e-2,
     )
-    agrees(batch, [x, b, b.abs()], [lie, "R", "R"], grad=False, tol=2e-2)
+    agrees(batch, [x, b, b.abs()], [placement, "R", "R"], grad=False, tol=2e-2)
 
 
 def test_rms_norm():
-    for lie in ("0", "1", "P"):
-        agrees(lambda x, w: F.rms_norm(x, (6,), w), [drawn(5, 6), drawn(6, seed=1)], [lie, "R"])
+    for placement in ("0", "1", "P"):
+        agrees(lambda x, w: F.rms_norm(x, (6,), w), [drawn(5, 6), drawn(6, seed=1)], [placement, "R"])
 
 
-def test_composite_norms_do_not_gather_in_inference_mode():
+def test_layer_norm_does_not_gather_in_inference_mode():
     with sw.simulate(4), torch.inference_mode():
         mesh = sw.init_device_mesh("cpu", (4,))
         x = sw.distribute_tensor(drawn(8, 4), mesh, [sw.Shard(0)])

@@ -1,4 +1,4 @@
-"""Searching and counting."""
+"""Searches and histograms."""
 
 import pytest
 import torch
@@ -23,9 +23,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_sent(name):
-    fn, values, layouts, lies = CASES[name]
-    check(fn, values, layouts, lies=lies, grad=False)
+def test_nothing_is_communicated(name):
+    fn, values, layouts, expect = CASES[name]
+    check(fn, values, layouts, expect=expect, grad=False)
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_nothing_is_sent(name):
         (lambda x: x.histc(4, -1, 1), [X], ["[5, 7] P(tp,sum)"]),
     ],
 )
-def test_what_must_be_whole_is_gathered(fn, values, layouts):
+def test_split_sequences_and_pending_values_are_gathered_first(fn, values, layouts):
     check(fn, values, layouts, free=False, grad=False)

@@ -1,4 +1,4 @@
-"""Other shapes and copies of views: dims they do not touch stay split, and a copy is a copy."""
+"""More views and their copying variants: other dims stay split, and a copy does not share memory."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import shardwise as sw
 X = numbers(5, 6, 7)
 CASES = {
     "diagonal": (lambda x: x.diagonal(1, 1, 2), "[5:tp, 6, 7]", "[5:tp, 6]"),
-    "diagonal of others": (lambda x: x.diagonal(0, 2, 0), "[5, 6:tp, 7]", "[6:tp, 5]"),
+    "diagonal of other dims": (lambda x: x.diagonal(0, 2, 0), "[5, 6:tp, 7]", "[6:tp, 5]"),
     "diag_embed": (lambda x: x.diag_embed(1, 0, 2), "[5:tp, 6, 7]", "[8, 5:tp, 8, 6]"),
     "unfold_copy": (lambda x: torch.unfold_copy(x, 1, 3, 2), "[5:tp, 6, 7]", "[5:tp, 2, 7, 3]"),
     "repeat": (lambda x: x.repeat(2, 1, 3, 1), "[5, 6, 7:tp]", "[2, 5, 18, 7:tp]"),
@@ -38,20 +38,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dims_that_are_not_touched_stay_split(name):
-    fn, layout, lies = CASES[name]
-    check(fn, [X], [layout], lies=lies, free=name not in NOT_BACK)
-    check(fn, [X], [layout], lies=lies, grad=False)
+def test_other_dims_stay_split(name):
+    fn, layout, expect = CASES[name]
+    check(fn, [X], [layout], expect=expect, free=name not in COMMUNICATES_BACKWARD)
+    check(fn, [X], [layout], expect=expect, grad=False)
 
 
-# autograd's own formula asks for something whole
-NOT_BACK = {"fft", "logcumsumexp", "cummax", "prelu"}
+# torch's backward formula needs an unsplit tensor
+COMMUNICATES_BACKWARD = {"fft", "logcumsumexp", "cummax", "prelu"}
 
 
 def test_a_fourier_transform_is_linear():
     check(
         lambda x: torch.view_as_real(torch.fft.fft(x, dim=1)), [X], ["[5, 6, 7] P(tp,sum)"],
-        lies="[5, 6, 7, 2] P(tp,sum)",
+        expect="[5, 6, 7, 2] P(tp,sum)",
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_a_copy_does_not_share_memory(fn):
 
 
 @pytest.mark.parametrize("op", ["max", "min", "product"])
-def test_pending_extremes_of_numbers_are_not_those_of_complex_ones(op):
+def test_a_pending_max_min_or_product_does_not_pass_to_complex_numbers(op):
     check(
         lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), [numbers(5, 2)], [f"[5, 2] P(tp,{op})"],
         free=False, grad=False,

@@ -1,64 +1,63 @@
-"""Products: a contracted dim that is split leaves each rank a part of the sum."""
+"""Matrix products and embedding lookups: splitting a contracted dim leaves partial sums."""
 
 from __future__ import annotations
 
-from shardwise.rules.call import Call, Local, Out, Slot
-from shardwise.rules.notation import row
-from shardwise.rules.rule import Letters, Place, Row, Rule
-from shardwise.rules.tables.masked_lookup import looked_up
+from collections.abc import Callable
 
-__all__ = ["ROWS"]
+from shardwise.rules.call import Call, Local, Out, Slot, Step
+from shardwise.rules.letters import without_broadcast
+from shardwise.rules.notation import linear_text, row
+from shardwise.rules.rule import Place, Row, Rule
+from shardwise.rules.tables import masked_lookup
+
+__all__ = ["ROWS", "plus_product"]
 
 
-def _addmm(batch: bool) -> Row:
-    """A matrix added to a product: what is added is broadcast, and is a part where the product is."""
-    lead = ("b",) if batch else ()
+def plus_product(
+    text: str, local: Callable[[Call, Place], Local | None] | None = None, *, reads: bool = True
+) -> Row:
+    """A row for `added + product`, with the text of the product: the first tensor broadcasts to the output.
+
+    Where the product is a partial sum, the first tensor must be one too.
+    """
+    before, _, after = text.partition("->")
+    inputs, output = [tuple(words.split()) for words in before.split(",")], tuple(after.split())
+    reduced = {x: "sum" for letters in inputs for x in letters if x not in output}
+    linear = [[0, 1], [0, 2]]
 
     def build(call: Call) -> Rule | None:
-        out: Letters = (*lead, "m", "n")
-        shape, whole = call.shapes[0], call.outputs[0]
-        said: Letters = out[len(out) - len(shape) :]
-        sizes = dict(zip(out, whole, strict=True))
-        added = tuple(
-            x if x is not None and sizes[x] == n else None for x, n in zip(said, shape, strict=True)
-        )
+        shape = call.shapes[0]
+        if call.dtypes[0] == "bool" or len(shape) > len(output):
+            return None
+        sizes = dict(zip(output, call.outputs[0], strict=True))
+        added = without_broadcast(output[len(output) - len(shape) :], shape, sizes)
         return Rule(
-            inputs=(added, (*lead, "m", "k"), (*lead, "k", "n")),
-            outputs=(out,),
-            reduced={"k": "sum"},
-            linear=(frozenset({0, 1}), frozenset({0, 2})),
+            (added, *inputs),
+            (output,),
+            reduced,
+            tuple(map(frozenset, linear)),
             addends=frozenset({0}),
+            local=local,
         )
 
-    text = "b " if batch else ""
-    return Row(
-        f"… added, {text}m k, {text}k n -> {text}m n; linear in (0,1) and in (0,2)", build, reads=False
-    )
+    return Row(f"{after.strip()}, {text}; (0) broadcasts{linear_text(linear)}", build, reads)
 
 
 def _lookup(call: Call, place: Place) -> Local | None:
-    """Rows that are elsewhere are zero here, so that the parts add up."""
-    if "v" not in place.sharded:
-        return None
-    rows, start, all_rows = place.inputs[0][0], place.starts[0][0], call.shapes[0][0]
-    found = looked_up(Slot(1), all_rows, start, rows)
-    if rows == 0:
-        return Local((*found.steps, ("aten.new_zeros.default", (Slot(0), list(place.outputs[0])), {})))
-    n = len(found.steps)
-    return Local((
-        *found.steps,
-        ("aten.embedding.default", (Slot(0), found.here), {}),
-        ("aten.unsqueeze.default", (found.elsewhere, -1), {}),
-        ("aten.masked_fill.Scalar", (Out(n), Out(n + 1), 0), {}),
-    ))  # fmt: skip
+    def op(here: Out) -> Step:
+        return "aten.embedding.default", (Slot(0), here), {}
+
+    return masked_lookup.read(call, place, 0, Slot(1), op, 1)
 
 
 def _lookup_backward() -> Row:
-    """A split batch leaves parts of the sum, but not of one that is divided by how often each index is there."""
     split = row("… d, … -> !v d", linear=[[0]])
-    whole = row("*, * -> *", linear=[[0]])
-    text = f"{split.text}; whole if scaled by frequency"
-    return Row(text, lambda call: (whole if call.args["scale_grad_by_freq"] else split).build(call))
+    # the number of occurrences of an index is not a sum over blocks
+    replicated = row("*, * -> *", linear=[[0]])
+    return Row(
+        f"{split.text}; unsplit if scale_grad_by_freq",
+        lambda call: (replicated if call.args["scale_grad_by_freq"] else split).build(call),
+    )
 
 
 ROWS: dict[str, Row] = {
@@ -67,8 +66,8 @@ ROWS: dict[str, Row] = {
     "aten.mv.default": row("m k, k -> m", linear=[[0], [1]], reads=False),
     "aten.dot.default": row("k, k -> ", linear=[[0], [1]], reads=False),
     "aten.vdot.default": row("k, k -> ", linear=[[0], [1]], reads=False),
-    "aten.addmm.default": _addmm(batch=False),
-    "aten.baddbmm.default": _addmm(batch=True),
+    "aten.addmm.default": plus_product("m k, k n -> m n", reads=False),
+    "aten.baddbmm.default": plus_product("b m k, b k n -> b m n", reads=False),
     "aten.embedding.default": row("v d, … -> … d", linear=[[0]], local=_lookup, ranges="v"),
     "aten.embedding_dense_backward.default": _lookup_backward(),
 }

@@ -1,52 +1,54 @@
-"""Convolutions: a split batch, or channels; where positions are split, `tensor/convolution.py` exchanges their halos."""
+"""Convolutions: batch and channels may be split. For split positions see the halo exchange in `alternatives/convolution`."""
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
-from shardwise.rules.call import Call, Local, Out
-from shardwise.rules.rule import Letters, Place, Row, Rule
+from shardwise.rules.call import Call, Local, Out, Step
+from shardwise.rules.letters import Letters
+from shardwise.rules.rule import Place, Row, Rule
 
 __all__ = ["ROWS"]
 
 
 def _channels(call: Call, channels: int, weight: tuple[int, ...]) -> tuple[str | None, str | None, Letters]:
-    """The letters of the channels that go in and come out, and of the weight's first two dims."""
+    """The letters of the input channels, of the output channels, and of the weight's first two dims."""
     groups = call.args["groups"]
     if groups == 1:
         return "c", "o", ("c", "o") if call.args["transposed"] else ("o", "c")
-    # of other groups, blocks of what goes in and of what comes out differ in size, which no letter says
-    each = groups == channels and weight[:2] == (groups, 1)
-    return ("c", "c", ("c", None)) if each else (None, None, (None, None))
+    # with other groups, input and output blocks differ in size, which one letter cannot express
+    depthwise = groups == channels and weight[:2] == (groups, 1)
+    return ("c", "c", ("c", None)) if depthwise else (None, None, (None, None))
 
 
-def _positions(said: tuple[str | None, ...], shape: tuple[int, ...]) -> Letters:
-    return (*said, *(None for _ in shape[len(said) :]))
+def _with_positions(letters: Letters, shape: tuple[int, ...]) -> Letters:
+    return letters + (None,) * (len(shape) - len(letters))
 
 
-def _split_groups(call: Call, place: Place, at: int) -> list[Any] | None:
-    """The arguments for a block, if its channels are some of the groups: those are what it has."""
+def _block_args(call: Call, place: Place, x: int) -> list[Any] | None:
+    """The arguments for a block of a depthwise convolution, which has as many groups as channels; `x` is the input."""
     if call.args["groups"] == 1 or "c" not in place.sharded:
         return None
-    return [place.inputs[at][1] if name == "groups" else v for name, v in call.args.items()]
+    return [place.inputs[x][1] if name == "groups" else v for name, v in call.args.items()]
 
 
 def _forward(call: Call) -> Rule | None:
     x, w = call.shapes[:2]
     if len(x) != len(w):
         return None  # without a batch
-    into, out, weight = _channels(call, x[1], w)
+    c, o, weight = _channels(call, x[1], w)
     has_bias = len(call.shapes) == 3
-    inputs = (_positions(("n", into), x), _positions(weight, w), (out,))
+    inputs = (_with_positions(("n", c), x), _with_positions(weight, w), (o,))
 
     def local(call: Call, place: Place) -> Local | None:
-        args = _split_groups(call, place, 0)
+        args = _block_args(call, place, 0)
         return None if args is None else Local(((call.op, tuple(args), {}),))
 
     return Rule(
         inputs[: len(call.shapes)],
-        (_positions(("n", out), x),),
-        {"c": "sum"} if into == "c" and out == "o" else {},
+        (_with_positions(("n", o), x),),
+        {"c": "sum"} if (c, o) == ("c", "o") else {},
         tuple(frozenset({i, 2} if has_bias else {i}) for i in (0, 1)),
         addends=frozenset({2} if has_bias else ()),
         local=local,
@@ -58,14 +60,13 @@ def _backward(call: Call) -> Rule | None:
     grad, x, w = call.shapes[:3]
     if len(x) != len(w):
         return None
-    into, out, weight = _channels(call, x[1], w)
-    made = (_positions(("n", into), x), _positions(weight, w), (out,))
-    outputs = tuple(said for said, wanted in zip(made, call.wanted, strict=True) if wanted)
-    used = {"n", into, out} - {None}
+    c, o, weight = _channels(call, x[1], w)
+    grads = (_with_positions(("n", c), x), _with_positions(weight, w), (o,))
+    outputs = tuple(compress(grads, call.wanted))
     return Rule(
-        (_positions(("n", out), grad), made[0], made[1]),
+        (_with_positions(("n", o), grad), *grads[:2]),
         outputs,
-        {x: "sum" for x in sorted(map(str, used)) if any(x not in said for said in outputs)},
+        {a: "sum" for a in ("n", c, o) if a is not None and any(a not in one for one in outputs)},
         (frozenset({0}),),
         local=_backward_local,
         empty=False,
@@ -73,26 +74,27 @@ def _backward(call: Call) -> Rule | None:
 
 
 def _backward_local(call: Call, place: Place) -> Local | None:
-    args = _split_groups(call, place, 1)
+    args = _block_args(call, place, 1)
     if args is not None:
         args[3] = None if args[3] is None else [place.inputs[1][1]]
         return Local(((call.op, tuple(args), {}),), (Out(0, 0), Out(0, 1), Out(0, 2)))
     if not call.wanted[2] or call.args["groups"] != 1 or not place.sharded & {"c", "o"}:
         return None
     args = [[place.inputs[0][1]] if name == "bias_sizes" else v for name, v in call.args.items()]
-    steps: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [(call.op, tuple(args), {})]
+    steps: list[Step] = [(call.op, tuple(args), {})]
     if "c" in place.sharded and place.starts[1][1] > 0:
-        # each rank has all of it, whatever it has of the channels that go in; it must be added once
+        # ranks with other input channels compute the same bias gradient, which must be added once
         steps.append(("aten.zeros_like.default", (Out(0, 2),), {}))
     return Local(tuple(steps), (Out(0, 0), Out(0, 1), Out(0, 2) if len(steps) == 1 else Out(1)))
 
 
+_GROUPS = "depthwise: o is c; other groups: neither is split"
+
 ROWS: dict[str, Row] = {
     "aten.convolution.default": Row(
-        "n c !…, o c !…, o -> n o !…; each channel alone if groups are; linear in (0,2) and in (1,2)",
-        _forward,
+        f"n c !…, o c !…, o -> n o !…; {_GROUPS}; linear in (0,2) and in (1,2)", _forward
     ),
     "aten.convolution_backward.default": Row(
-        "n o !…, n c !…, o c !… -> n c !…, o c !…, o; linear in (0)", _backward
+        f"n o !…, n c !…, o c !… -> n c !…, o c !…, o; {_GROUPS}; linear in (0)", _backward
     ),
 }

@@ -1,65 +1,51 @@
-"""Bags of embeddings: the width of the table passes through, its rows and the bags are whole."""
+"""Embedding bags: the width of the table may be split, its rows and the bags may not."""
 
 from __future__ import annotations
 
-from shardwise.rules.call import Call, Slot
+from shardwise.rules.call import Call
+from shardwise.rules.letters import Letters, letters_by_name, unsplit
 from shardwise.rules.notation import groups_of
-from shardwise.rules.rule import Letters, Row, Rule
+from shardwise.rules.rule import Row, Rule
 
 __all__ = ["ROWS"]
 
-_MAX = 2  # torch's number for the mode that takes the largest
+_MAX = 2  # torch's number of the mode
+_WIDE: Letters = (None, "d")
 
 
-def _wide(call: Call, names: tuple[str, ...]) -> tuple[Letters, ...]:
-    """Letters of a call: the named arguments have the width as their last of two dims, the others are whole."""
-    out: list[Letters] = [(None,) * len(s) for s in call.shapes]
-    for name in names:
-        value = call.args.get(name)
-        if isinstance(value, Slot) and len(call.shapes[value.number]) == 2:
-            out[value.number] = (None, "d")
-    return tuple(out)
+def _forward(call: Call) -> Rule | None:
+    is_max = call.args["mode"] == _MAX
+    _, offset2bag, bag_size, max_indices = unsplit(call.outputs)
+    return Rule(
+        letters_by_name(call, {"weight": _WIDE}),
+        (_WIDE, offset2bag, bag_size, _WIDE if is_max else max_indices),
+        linear=() if is_max else groups_of(call, [[0], [3]]),
+        empty=is_max,  # the kernels of the other modes reject a table of width 0
+        alike=frozenset({1, 2} if is_max else {1, 2, 3}),  # these depend on the indices only
+    )
 
 
-def _forward() -> Row:
-    def build(call: Call) -> Rule | None:
-        largest = call.args["mode"] == _MAX
-        chosen: Letters = (None, "d") if largest else (None,) * len(call.outputs[3])
-        # which bag an index is in, and how many a bag has, follow from the indices alone
-        alike = frozenset({1, 2} if largest else {1, 2, 3})
-        return Rule(
-            _wide(call, ("weight",)),
-            ((None, "d"), (None,) * len(call.outputs[1]), (None,) * len(call.outputs[2]), chosen),
-            linear=() if largest else groups_of(call, [[0], [3]]),
-            empty=largest,  # the other kernels take no table without width
-            alike=alike,
-        )
-
-    return Row("!v d, *, *, * -> !b d, *, *, *; linear in (0) and in (3) but for max", build)
+def _backward(call: Call) -> Rule | None:
+    if call.args.get("sparse", False):
+        return None
+    inputs = letters_by_name(call, {"grad": _WIDE, "maximum_indices": _WIDE})
+    return Rule(inputs, (_WIDE,), linear=groups_of(call, [[0]]))
 
 
-def _backward() -> Row:
-    def build(call: Call) -> Rule | None:
-        if call.args.get("sparse", False):
-            return None
-        ins = _wide(call, ("grad", "maximum_indices"))
-        return Rule(ins, ((None, "d"),), linear=groups_of(call, [[0]]))
-
-    return Row("!b d, *, … -> !v d; linear in (0)", build)
+def _weights_backward(call: Call) -> Rule | None:
+    inputs = letters_by_name(call, {"grad": _WIDE, "weight": _WIDE})
+    return Rule(inputs, ((None,),), {"d": "sum"}, linear=groups_of(call, [[0], [1]]))
 
 
-def _weights_backward() -> Row:
-    def build(call: Call) -> Rule | None:
-        ins = _wide(call, ("grad", "weight"))
-        return Rule(ins, ((None,),), {"d": "sum"}, linear=groups_of(call, [[0], [1]]))
-
-    return Row("!b d, !v d, *, *, * -> *; d by sum; linear in (0) and in (1)", build)
-
+_FORWARD = Row("!v d, *, *, * -> !b d, *, *, *; linear in (0) and in (3) unless mode is max", _forward)
+_BACKWARD = Row("grad: !b d, maximum_indices: !b d -> !v d; linear in (0)", _backward)
 
 ROWS: dict[str, Row] = {
-    "aten._embedding_bag.default": _forward(),
-    "aten._embedding_bag_forward_only.default": _forward(),
-    "aten._embedding_bag_backward.default": _backward(),
-    "aten._embedding_bag_dense_backward.default": _backward(),
-    "aten._embedding_bag_per_sample_weights_backward.default": _weights_backward(),
+    "aten._embedding_bag.default": _FORWARD,
+    "aten._embedding_bag_forward_only.default": _FORWARD,
+    "aten._embedding_bag_backward.default": _BACKWARD,
+    "aten._embedding_bag_dense_backward.default": _BACKWARD,
+    "aten._embedding_bag_per_sample_weights_backward.default": Row(
+        "!b d, !v d, *, *, * -> *; d by sum; linear in (0) and in (1)", _weights_backward
+    ),
 }

@@ -1,26 +1,31 @@
-"""Matrices: their batch dims pass through, and so do columns that are solved for one by one."""
+"""Linear algebra: batch dims may be split, and so may columns that are solved for independently."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.rules.call import Call, Local, Out, Slot
-from shardwise.rules.notation import groups_of, linear_text, row, sizes_of, without_broadcast
-from shardwise.rules.rule import Letters, Place, Row, Rule
+from shardwise.rules.letters import (
+    Letters,
+    broadcast_letters,
+    dim_letters,
+    letter_sizes,
+    without_broadcast,
+)
+from shardwise.rules.notation import groups_of, linear_text, row
+from shardwise.rules.rule import Place, Row, Rule
+from shardwise.rules.tables.contraction import plus_product
 
 __all__ = ["ROWS"]
 
 
 def _batched(
-    text: str,
-    *,
-    linear: Sequence[Sequence[int]] = (),
-    sums: Sequence[str] = (),
-    empty: bool = True,
+    text: str, *, linear: Sequence[Sequence[int]] = (), sums: Sequence[str] = (), empty: bool = True
 ) -> Row:
-    """A row whose outputs a call may leave empty, as where it asks for no vectors; only `sums` are summed.
+    """A row whose outputs may be empty, as singular vectors that are not requested; only the letters `sums` are summed.
 
-    A call that asks to raise where a matrix has no answer runs on the whole: all ranks must raise.
+    A call with `check_errors` has no rule and runs on full tensors, because all ranks must raise.
     """
 
     def build(call: Call) -> Rule | None:
@@ -28,96 +33,63 @@ def _batched(
             return None
         before, _, after = text.partition("->")
         outputs = [
-            "*" if made == (0,) and 0 not in call.shapes[0] else said
-            for said, made in zip(after.split(","), call.outputs, strict=True)
+            "*" if shape == (0,) and 0 not in call.shapes[0] else words
+            for words, shape in zip(after.split(","), call.outputs, strict=True)
         ]
         rule = row(f"{before}->{','.join(outputs)}", linear=linear, empty=empty).build(call)
         if rule is None or not _fits(rule, call):
             return None
-        # the factors of one matrix for many right-hand sides are the same for all, and no sum
-        return Rule(
-            rule.inputs,
-            rule.outputs,
-            {x: op for x, op in rule.reduced.items() if x in sums},
-            rule.linear,
-            empty=empty,
-        )
+        # the factors of one matrix are the same for many right-hand sides: they are not summed
+        return replace(rule, reduced={x: op for x, op in rule.reduced.items() if x in sums})
 
     return Row(text + linear_text(linear), build)
 
 
 def _fits(rule: Rule, call: Call) -> bool:
-    """Whether a letter is the same size wherever it stands, outputs included."""
-    sizes = sizes_of([*rule.inputs, *rule.outputs], [*call.shapes, *call.outputs])
+    """Whether no output is broadcast against a letter of the inputs."""
+    sizes = letter_sizes([*rule.inputs, *rule.outputs], [*call.shapes, *call.outputs])
     return all(
-        without_broadcast(said, made, sizes) == said
-        for said, made in zip(rule.outputs, call.outputs, strict=True)
+        without_broadcast(letters, shape, sizes) == letters
+        for letters, shape in zip(rule.outputs, call.outputs, strict=True)
     )
 
 
 def _solve() -> Row:
-    """A right-hand side is a vector where it has a dim less, as torch decides it."""
-    matrix = _batched("… !m !n, … !m !r -> … !m !r, … !m !n, … !k, …", linear=[])
-    vector = _batched("… !m !n, … !m -> … !m, … !m !n, … !k, …", linear=[])
+    matrix = _batched("… !m !n, … !m !r -> … !m !r, … !m !n, … !k, …")
+    vector = _batched("… !m !n, … !m -> … !m, … !m !n, … !k, …")
 
     def build(call: Call) -> Rule | None:
+        # as torch decides whether a right-hand side is a vector
         a, b = call.shapes
         return (vector if len(b) == 1 or b == a[:-1] else matrix).build(call)
 
-    return Row(f"{matrix.text}, or vectors", build)
+    return Row(f"{matrix.text}; without !r for vectors", build)
 
 
-def _triangular() -> Row:
-    left = _batched("… !m !n, … !m r -> … !m r", linear=[[1]])
-    right = _batched("… !m !n, … r !m -> … r !m", linear=[[1]])
-    text = f"{left.text}, or r !m on the right"
-    return Row(text, lambda call: (left if call.args["left"] else right).build(call))
+def _left_or_right(left: str, right: str, linear: Sequence[Sequence[int]]) -> Row:
+    """A row for `A X = B`, or with `left=False` for `X A = B`."""
+    rows = {True: _batched(left, linear=linear), False: _batched(right, linear=linear)}
+    text = f"{left}; r !m instead of !m r unless left{linear_text(linear)}"
+    return Row(text, lambda call: rows[bool(call.args["left"])].build(call))
 
 
-def _added(text: str, linear: Sequence[Sequence[int]]) -> Row:
-    """A row for something added to a product: it is broadcast, and is a part where the product is."""
-    product = row(f"*, {text}", linear=linear)
-    words = text.partition("->")[2].split()
-
-    def local(call: Call, place: Place) -> Local | None:
-        # of a product over nothing torch's kernels return what is added, and forget to broadcast it
-        if 0 not in place.inputs[1] or place.inputs[0] == place.outputs[0]:
-            return None
-        first = next(k for k, v in call.args.items() if v == Slot(0))
-        return Local((
-            ("aten.expand.default", (Slot(0), list(place.outputs[0])), {}),
-            (call.op, (), {**call.args, first: Out(0)}),
-        ))  # fmt: skip
-
-    def build(call: Call) -> Rule | None:
-        rule = product.build(call)
-        if rule is None or call.dtypes[0] == "bool":
-            return None
-        shape, sizes = call.shapes[0], dict(zip(words, call.outputs[0], strict=True))
-        said = words[len(words) - len(shape) :]
-        added: Letters = tuple(x if sizes[x] == n else None for x, n in zip(said, shape, strict=True))
-        return Rule(
-            (added, *rule.inputs[1:]),
-            rule.outputs,
-            rule.reduced,
-            rule.linear,
-            addends=frozenset({0}),
-            local=local,
-        )
-
-    return Row(f"… added, {text}{linear_text(linear)}", build)
+def _expand_added(call: Call, place: Place) -> Local | None:
+    # for an empty product torch's kernels return the added tensor without broadcasting it
+    if 0 not in place.inputs[1] or place.inputs[0] == place.outputs[0]:
+        return None
+    first = next(k for k, v in call.args.items() if v == Slot(0))
+    return Local((
+        ("aten.expand.default", (Slot(0), list(place.outputs[0])), {}),
+        (call.op, (), {**call.args, first: Out(0)}),
+    ))  # fmt: skip
 
 
-def _triangle(name: str) -> Row:
-    """The triangle of a block is that of the whole, counted from where the block begins."""
-
-    def local(call: Call, place: Place) -> Local | None:
-        if not place.sharded & {"m", "n"}:
-            return None
-        rows, columns = place.starts[0][-2:]
-        return Local(((name, (Slot(0), call.args["diagonal"] + rows - columns), {}),))
-
-    return row("… m n -> … m n", linear=[[0]], local=local, ranges=("m", "n"))
+def _triangle(call: Call, place: Place) -> Local | None:
+    """The triangle of a block, whose diagonal is shifted by the block's offset."""
+    if not place.sharded & {"m", "n"}:
+        return None
+    rows, columns = place.starts[0][-2:]
+    return Local(((call.op, (Slot(0), call.args["diagonal"] + rows - columns), {}),))
 
 
 def _trace(call: Call, place: Place) -> Local | None:
@@ -131,48 +103,43 @@ def _trace(call: Call, place: Place) -> Local | None:
 
 
 def _cross(call: Call) -> Rule | None:
-    ndim = len(call.outputs[0])
-    d = int(call.args["dim"]) % ndim
-    each: Letters = tuple(None if i == d else f"d{i}" for i in range(ndim))
-    said: list[Letters] = [each[ndim - len(s) :] for s in call.shapes]
-    sizes = sizes_of([*said, each], [*call.shapes, call.outputs[0]])
-    ins = tuple(without_broadcast(x, s, sizes) for x, s in zip(said, call.shapes, strict=True))
-    return Rule(ins, (each,), linear=groups_of(call, [[0], [1]]))
+    fixed = f"d{call.dim(ndim=len(call.outputs[0]))}"
+    letters = [
+        tuple(None if x == fixed else x for x in one)
+        for one in broadcast_letters([*call.shapes, *call.outputs])
+    ]
+    return Rule(tuple(letters[:-1]), (letters[-1],), linear=groups_of(call, [[0], [1]]))
 
 
 def _trilinear(call: Call) -> Rule | None:
-    """Three tensors with dims put in, multiplied and summed over some."""
-    ndim = len(call.shapes[0]) + len(call.args["expand1"])
-    each: Letters = tuple(f"d{i}" for i in range(ndim))
-    said: list[Letters] = []
-    for name, shape in zip(("expand1", "expand2", "expand3"), call.shapes, strict=True):
-        there = tuple(x for i, x in enumerate(each) if i not in call.args[name])
-        if len(there) != len(shape):
-            return None
-        said.append(there)
-    gone = {f"d{i}" for i in call.args["sumdim"]}
-    after: Letters = tuple(x for x in each if x not in gone)
-    if len(after) != len(call.outputs[0]):
+    """Three tensors, each with dims of size 1 inserted, multiplied and summed over some dims."""
+    every = dim_letters(len(call.shapes[0]) + len(call.args["expand1"]))
+    letters: list[Letters] = [
+        tuple(x for i, x in enumerate(every) if i not in call.args[name])
+        for name in ("expand1", "expand2", "expand3", "sumdim")
+    ]
+    shapes = [*call.shapes, call.outputs[0]]
+    if any(len(one) != len(shape) for one, shape in zip(letters, shapes, strict=True)):
         return None
-    sizes = sizes_of([*said, after], [*call.shapes, call.outputs[0]])
-    ins = tuple(without_broadcast(x, s, sizes) for x, s in zip(said, call.shapes, strict=True))
-    used = {x for one in ins for x in one if x is not None}
-    return Rule(ins, (after,), dict.fromkeys(used & gone, "sum"), groups_of(call, [[0], [1], [2]]))
+    sizes = letter_sizes(letters, shapes)
+    inputs = tuple(without_broadcast(x, s, sizes) for x, s in zip(letters, call.shapes, strict=False))
+    summed = {x for one in inputs for x in one if x is not None and x not in letters[-1]}
+    return Rule(inputs, (letters[-1],), dict.fromkeys(summed, "sum"), groups_of(call, [[0], [1], [2]]))
 
 
 def _renorm(call: Call) -> Rule | None:
-    ndim = len(call.shapes[0])
-    d = int(call.args["dim"]) % ndim
-    each: Letters = tuple("d" if i == d else None for i in range(ndim))
-    return Rule((each,), (each,))
+    d = call.dim()
+    letters: Letters = tuple("d" if i == d else None for i in range(len(call.shapes[0])))
+    return Rule((letters,), (letters,))
 
 
-_LU_LEFT = _batched("… !m !n, … !k, … !m r -> … !m r", linear=[[2]])
-_LU_RIGHT = _batched("… !m !n, … !k, … r !m -> … r !m", linear=[[2]])
 _SQUARE = "… !m !n -> … !m !n"
 
 ROWS: dict[str, Row] = {
-    **{f"aten.{name}.default": _triangle(f"aten.{name}.default") for name in ("tril", "triu")},
+    **{
+        f"aten.{name}.default": row("… m n -> … m n", linear=[[0]], local=_triangle, ranges=("m", "n"))
+        for name in ("tril", "triu")
+    },
     "aten.trace.default": row("m n -> ", linear=[[0]], local=_trace, ranges=("m", "n")),
     **{
         f"aten.{name}.default": _batched(_SQUARE)
@@ -190,12 +157,13 @@ ROWS: dict[str, Row] = {
     "aten.linalg_lu.default": _batched("… !m !n -> … !m !p, … !m !k, … !k !n"),
     "aten.linalg_lu_factor_ex.default": _batched("… !m !n -> … !m !n, … !k, …"),
     "aten.lu_unpack.default": _batched("… !m !n, … !k -> … !m !p, … !m !k, … !k !n"),
-    "aten.linalg_lu_solve.default": Row(
-        "… !m !n, … !k, … !m r -> … !m r, or r !m on the right; linear in (2)",
-        lambda call: (_LU_LEFT if call.args["left"] else _LU_RIGHT).build(call),
+    "aten.linalg_lu_solve.default": _left_or_right(
+        "… !m !n, … !k, … !m r -> … !m r", "… !m !n, … !k, … r !m -> … r !m", [[2]]
     ),
     "aten._linalg_solve_ex.default": _solve(),
-    "aten.linalg_solve_triangular.default": _triangular(),
+    "aten.linalg_solve_triangular.default": _left_or_right(
+        "… !m !n, … !m r -> … !m r", "… !m !n, … r !m -> … r !m", [[1]]
+    ),
     "aten.triangular_solve.default": _batched("… !m !r, … !m !n -> … !m !r, … !m !n"),
     "aten.cholesky_solve.default": _batched("… !m r, … !m !n -> … !m r", linear=[[0]]),
     "aten.linalg_ldl_factor_ex.default": _batched("… !m !n -> … !m !n, … !k, …"),
@@ -205,14 +173,16 @@ ROWS: dict[str, Row] = {
     "aten.ormqr.default": _batched("… !m !n, … !k, … !p !q -> … !p !q", linear=[[2]]),
     "aten.linalg_pinv.atol_rtol_tensor": _batched("… !m !n, …, … -> … !n !m"),
     "aten.linalg_cross.default": Row("… !d …, … !d … -> … !d …; linear in (0) and in (1)", _cross),
-    "aten.addmv.default": _added("m k, k -> m", [[0, 1], [0, 2]]),
-    "aten.addr.default": _added("m, n -> m n", [[0, 1], [0, 2]]),
-    "aten.addbmm.default": _added("b m k, b k n -> m n", [[0, 1], [0, 2]]),
-    "aten._trilinear.default": Row("a product of three, summed; linear in (0) and in (1) and in (2)", _trilinear),
+    "aten.addmv.default": plus_product("m k, k -> m", _expand_added),
+    "aten.addr.default": plus_product("m, n -> m n", _expand_added),
+    "aten.addbmm.default": plus_product("b m k, b k n -> m n", _expand_added),
+    "aten._trilinear.default": Row(
+        "a product of three tensors that broadcast, summed over sumdim; linear in (0) and in (1) and in (2)", _trilinear
+    ),
     "aten._cdist_forward.default": _batched("… m !d, … n !d -> … m n"),
     "aten._euclidean_dist.default": _batched("… m !d, … n !d -> … m n"),
     "aten._cdist_backward.default": _batched(
         "… m n, … m !d, … n !d, … m n -> … m !d", linear=[[0]], sums="n", empty=False
     ),
-    "aten.renorm.default": Row("… d … whole but for d", _renorm),
+    "aten.renorm.default": Row("!… d !… -> !… d !…", _renorm),
 }  # fmt: skip

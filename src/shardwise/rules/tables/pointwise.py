@@ -1,73 +1,73 @@
-"""Pointwise ops: each element of the result is made of the elements at its place, so any layout will do."""
+"""Pointwise ops: each element of the result depends on the elements at the same position, so any dim may be split."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.rules.call import Call, Local, Slot
-from shardwise.rules.notation import groups_of, linear_text, sizes_of, without_broadcast
-from shardwise.rules.rule import Letters, Row, Rule
+from shardwise.rules.letters import broadcast_letters, dim_letters
+from shardwise.rules.notation import ANY_REDUCTION, groups_of, linear_text, op_names
+from shardwise.rules.rule import Row, Rule
 
 __all__ = ["ROWS", "pointwise"]
 
-_UP: Mapping[str, str] = {"max": "max", "min": "min"}
-_KEPT: Mapping[str, str] = {"max": "max", "min": "min", "product": "product"}
-_DOWN: Mapping[str, str] = {"max": "min", "min": "max"}
+_MONOTONE: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "increasing": {"max": "max", "min": "min"},
+    "decreasing": {"max": "min", "min": "max"},
+    "passes any reduction": ANY_REDUCTION,
+}
 
 
 def pointwise(
     *,
     linear: Sequence[Sequence[int]] = (),
-    monotone: Mapping[str, str] | None = None,
-    when: Callable[[Call], bool] | None = None,
+    monotone: str = "",
+    when: tuple[str, Callable[[Call], bool]] | None = None,
     runs: str = "",
 ) -> Row:
-    """A pointwise row; `linear` and `monotone` hold only `when` a call's arguments say so; `runs` is another op to run."""
+    """A pointwise row.
+
+    `monotone` is a key of `_MONOTONE`. It and `linear` hold only `when` a condition, given as text and function, is
+    true. `runs` is the op that runs on the blocks in place of this one.
+    """
     local = Local(((runs, (Slot(0),), {}),)) if runs else None
 
     def build(call: Call) -> Rule | None:
-        passes = when is None or when(call)
-        ndim = max((len(o) for o in call.outputs), default=0)
-        shapes = [*call.shapes, *call.outputs]
-        if any(len(s) > ndim for s in shapes):
+        passes = when is None or when[1](call)
+        ndim = max(map(len, call.outputs), default=0)
+        if any(len(s) > ndim for s in call.shapes):
             return None
-        said: list[Letters] = [tuple(f"d{ndim - len(s) + i}" for i in range(len(s))) for s in shapes]
-        sizes = sizes_of(said, shapes)
+        letters = broadcast_letters([*call.shapes, *call.outputs])
         return Rule(
-            inputs=tuple(without_broadcast(x, s, sizes) for x, s in zip(said, call.shapes, strict=False)),
-            outputs=tuple(said[len(call.shapes) :]),
+            inputs=tuple(letters[: len(call.shapes)]),
+            outputs=tuple(dim_letters(ndim)[ndim - len(s) :] for s in call.outputs),
             linear=groups_of(call, linear) if passes else (),
-            monotone=(monotone or {}) if passes and _has_order(call, monotone) else {},
+            monotone=_MONOTONE[monotone] if passes and _has_order(call, monotone) else {},
             local=(lambda call, place: local) if runs else None,
         )
 
-    text = "pointwise" + linear_text(linear)
-    if monotone:
-        text += (
-            "; decreasing"
-            if monotone is _DOWN
-            else "; increasing"
-            if monotone is _UP
-            else "; any reduction passes"
-        )
-    return Row(text + (" for some arguments" if when else ""), build, reads=when is not None)
+    text = "pointwise" + ("" if monotone == "passes any reduction" else linear_text(linear))
+    text += f"; {monotone}" if monotone else ""
+    return Row(text + (f" if {when[0]}" if when else ""), build, reads=when is not None)
 
 
-def _has_order(call: Call, monotone: Mapping[str, str] | None) -> bool:
-    """Whether what is pending is the op's only tensor; integers that are turned around wrap at the end of their range."""
-    return len(call.shapes) == 1 and (monotone is not _DOWN or "float" in call.dtypes[0])
+def _has_order(call: Call, monotone: str) -> bool:
+    """Whether the pending tensor is the only one; negated integers wrap around at the lowest value."""
+    return len(call.shapes) == 1 and (monotone != "decreasing" or "float" in call.dtypes[0])
 
 
-def _names(text: str) -> list[str]:
-    return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in text.split()]
-
-
-def _float_to_wider(call: Call) -> bool:
-    """A pending value may be cast only where the sum of casts is the cast of the sum."""
+def _is_lossless_cast(call: Call) -> bool:
+    """Whether the sum of casts is the cast of the sum."""
     before, after = call.dtypes[0], str(call.args.get("dtype") or call.dtypes[0]).removeprefix("torch.")
-    wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+    bytes_of = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
     same_kind = before.startswith("complex") == after.startswith("complex")
-    return before == after or (wide.get(before, 99) < wide.get(after, 0) and same_kind)
+    return before == after or (bytes_of.get(before, 99) < bytes_of.get(after, 0) and same_kind)
+
+
+def _bounds_are_ordered(call: Call) -> bool:
+    low, high = call.args.get("min"), call.args.get("max")
+    return low is None or high is None or bool(low <= high)
 
 
 _POLYNOMIALS = " ".join(
@@ -81,13 +81,13 @@ _POLYNOMIALS = " ".join(
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
-        _names("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor addcdiv copy"), pointwise(linear=[[0, 1]])
+        op_names("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor addcdiv copy"), pointwise(linear=[[0, 1]])
     ),
     "aten.mul.Tensor": pointwise(linear=[[0], [1]]),
     "aten.addcmul.default": pointwise(linear=[[0, 1], [0, 2]]),
     "aten.where.self": pointwise(linear=[[1, 2]]),
     **dict.fromkeys(
-        _names(
+        op_names(
             "div.Tensor div.Scalar mul.Scalar true_divide.Tensor _conj_physical conj_physical deg2rad rad2deg "
             "gelu_backward sigmoid_backward tanh_backward threshold_backward silu_backward logit_backward "
             "native_dropout_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward "
@@ -96,36 +96,37 @@ ROWS: dict[str, Row] = {
         ),
         pointwise(linear=[[0]]),
     ),
-    # lazy in torch, by a flag on the tensor; a block's flag would not show on the whole
+    # torch sets a flag on the tensor and computes nothing; the global tensor would not have the flag of its blocks
     "aten._conj.default": pointwise(linear=[[0]], runs="aten.conj_physical.default"),
     "aten._conj_copy.default": pointwise(linear=[[0]], runs="aten.conj_physical.default"),
     "aten._neg_view.default": pointwise(linear=[[0]], runs="aten.neg.default"),
     "aten._neg_view_copy.default": pointwise(linear=[[0]], runs="aten.neg.default"),
     "aten.zero.default": pointwise(linear=[[0]]),
-    "aten.neg.default": pointwise(linear=[[0]], monotone=_DOWN),
-    **dict.fromkeys(_names("clone positive"), pointwise(linear=[[0]], monotone=_KEPT)),
-    "aten._to_copy.default": pointwise(linear=[[0]], monotone=_KEPT, when=_float_to_wider),
+    "aten.neg.default": pointwise(linear=[[0]], monotone="decreasing"),
+    **dict.fromkeys(op_names("clone positive"), pointwise(linear=[[0]], monotone="passes any reduction")),
+    "aten._to_copy.default": pointwise(
+        linear=[[0]],
+        monotone="passes any reduction",
+        when=("the cast is to a wider dtype of the same kind", _is_lossless_cast),
+    ),
     **dict.fromkeys(
-        _names(
+        op_names(
             "relu relu6 exp expm1 exp2 sigmoid tanh sinh asinh atan erf floor ceil trunc sign sgn clamp_max clamp_min"
         ),
-        pointwise(monotone=_UP),
+        pointwise(monotone="increasing"),
     ),
-    "aten.masked_fill.Scalar": pointwise(linear=[[0]], when=lambda call: bool(call.args["value"] == 0)),
+    "aten.masked_fill.Scalar": pointwise(
+        linear=[[0]], when=("value is 0", lambda call: bool(call.args["value"] == 0))
+    ),
     "aten.threshold.default": pointwise(
-        monotone=_UP, when=lambda call: bool(call.args["value"] <= call.args["threshold"])
+        monotone="increasing",
+        when=("value <= threshold", lambda call: bool(call.args["value"] <= call.args["threshold"])),
     ),
     **dict.fromkeys(
-        _names("clamp clip"),
-        pointwise(
-            monotone=_UP,
-            when=lambda c: (
-                c.args.get("min") is None or c.args.get("max") is None or c.args["min"] <= c.args["max"]
-            ),
-        ),
+        op_names("clamp clip"), pointwise(monotone="increasing", when=("min <= max", _bounds_are_ordered))
     ),
     **dict.fromkeys(
-        _names(
+        op_names(
             "__lshift__.Tensor __lshift__.Scalar __rshift__.Tensor __rshift__.Scalar __xor__.Tensor __xor__.Scalar "
             "__and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar abs acos acosh add.Scalar angle asin atan2 atanh "
             "bitwise_and.Tensor bitwise_and.Scalar bitwise_and.Scalar_Tensor bitwise_left_shift.Tensor "

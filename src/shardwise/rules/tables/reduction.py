@@ -1,4 +1,4 @@
-"""Reductions: over a split dim each rank reduces its block, and the rest is pending."""
+"""Reductions: splitting a reduced dim leaves partial values, whose reduction is pending."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import math
 from collections.abc import Callable
 
 from shardwise.rules.call import Call, Local, Out, Slot
-from shardwise.rules.rule import Letters, Place, Row, Rule
+from shardwise.rules.letters import Letters, dim_letters
+from shardwise.rules.rule import Place, Row, Rule
 
-__all__ = ["ROWS", "reduction", "reduction_letters"]
+__all__ = ["ROWS", "reduction_letters"]
 
 
 def reduction_letters(call: Call, dims: tuple[int, ...]) -> tuple[Letters, Letters]:
-    """Letters of a tensor and of its reduction over some dims, kept as size 1 or not."""
+    """The letters of a tensor and of its reduction over some dims, which may be kept with size 1."""
     ndim = len(call.shapes[0])
-    before: Letters = tuple(f"d{i}" for i in range(ndim))
-    if len(call.outputs[0]) == ndim and dims:
-        return before, tuple(None if i in dims else x for i, x in enumerate(before))
-    return before, tuple(x for i, x in enumerate(before) if i not in dims)
+    after = dim_letters(ndim, *dims)
+    kept = len(call.outputs[0]) == ndim
+    return dim_letters(ndim), after if kept else tuple(x for x in after if x is not None)
 
 
-def _every(call: Call) -> tuple[int, ...]:
+def _all_dims(call: Call) -> tuple[int, ...]:
     return tuple(range(len(call.shapes[0])))
 
 
-def reduction(
+def _reduction(
     op: str,
     *,
     linear: bool = False,
@@ -32,14 +32,16 @@ def reduction(
     dims: Callable[[Call], tuple[int, ...]] = lambda call: call.dims(),
     local: Callable[[Call, Place], Local | None] | None = None,
 ) -> Row:
-    """A row for a reduction of its first argument whose parts are reduced by `op`."""
+    """A row for a reduction over `dims` of its argument, whose partial values are reduced by `op`.
+
+    `linear`, `monotone`: a pending sum, or a pending reduction by `op`, passes through.
+    """
 
     def build(call: Call) -> Rule | None:
         over = dims(call)
         before, after = reduction_letters(call, over)
         if op != "sum" and call.dtypes[0].startswith("complex"):
-            # such parts cannot be pending, so what is reduced must be whole
-            before = tuple(None if i in over else x for i, x in enumerate(before))
+            before = dim_letters(len(before), *over)  # complex numbers cannot be pending under `op`
         return Rule(
             inputs=(before,),
             outputs=(after,) * len(call.outputs),
@@ -49,11 +51,12 @@ def reduction(
             local=local,
         )
 
-    return Row(f"… k -> …; k by {op}" + ("; linear in (0)" if linear else ""), build)
+    passes = ("; linear in (0)" if linear else "") + (f"; passes {op}" if monotone else "")
+    return Row(f"… k -> …; k by {op}{passes}", build)
 
 
 def _mean(call: Call, place: Place) -> Local | None:
-    """A mean over a split dim is a sum over the global count: blocks may be uneven, or empty."""
+    """Divide the sum over a block by the global count, because blocks may be uneven or empty."""
     dims = call.dims()
     if not any(f"d{i}" in place.sharded for i in dims):
         return None
@@ -65,63 +68,53 @@ def _mean(call: Call, place: Place) -> Local | None:
     ))  # fmt: skip
 
 
-def _bits(dtype: str) -> int:
-    return int(dtype.removeprefix("u").removeprefix("int"))
+def _extremes(dtype: str) -> tuple[float | int | bool, float | int | bool]:
+    """The lowest and the highest value of a dtype.
 
-
-def lowest(dtype: str) -> float | int | bool:
-    """The value below all others of a dtype.
-
-    >>> lowest("float32"), lowest("int8"), lowest("uint8"), lowest("bool")
-    (-inf, -128, 0, False)
+    >>> [_extremes(dtype) for dtype in ("float32", "int8", "uint8", "bool")]
+    [(-inf, inf), (-128, 127), (0, 255), (False, True)]
     """
     if dtype == "bool":
-        return False
-    if dtype.startswith("uint"):
-        return 0
-    return -(1 << (_bits(dtype) - 1)) if dtype.startswith("int") else -math.inf
+        return False, True
+    if not dtype.startswith(("int", "uint")):
+        return -math.inf, math.inf
+    count = 1 << int(dtype.removeprefix("u").removeprefix("int"))
+    low = 0 if dtype.startswith("uint") else -count // 2
+    return low, low + count - 1
 
 
-def highest(dtype: str) -> float | int | bool:
-    """The value above all others of a dtype."""
-    if dtype == "bool":
-        return True
-    if dtype.startswith("uint"):
-        return (1 << _bits(dtype)) - 1
-    return (1 << (_bits(dtype) - 1)) - 1 if dtype.startswith("int") else math.inf
-
-
-def _extreme(of: Callable[[str], float | int | bool]) -> Callable[[Call, Place], Local | None]:
-    """An empty block has no extreme; it holds what any other value beats."""
+def _empty_as(number: int) -> Callable[[Call, Place], Local | None]:
+    """The local program of a max (0) or min (1): the result for an empty block is the lowest or the highest value."""
 
     def local(call: Call, place: Place) -> Local | None:
         if 0 not in place.inputs[0] or 0 in call.shapes[0]:
             return None
-        return Local((("aten.new_full.default", (Slot(0), list(place.outputs[0]), of(call.dtypes[0])), {}),))
+        value = _extremes(call.dtypes[0])[number]
+        return Local((("aten.new_full.default", (Slot(0), list(place.outputs[0]), value), {}),))
 
     return local
 
 
-_AMAX, _AMIN = _extreme(lowest), _extreme(highest)
+_AMAX, _AMIN = _empty_as(0), _empty_as(1)
 
 ROWS: dict[str, Row] = {
-    "aten.sum.default": reduction("sum", linear=True, dims=_every),
-    "aten.sum.dim_IntList": reduction("sum", linear=True),
-    "aten.nansum.default": reduction("sum"),
-    "aten.mean.default": reduction("sum", linear=True, dims=_every, local=_mean),
-    "aten.mean.dim": reduction("sum", linear=True, local=_mean),
-    "aten.amax.default": reduction("max", monotone=True, local=_AMAX),
-    "aten.amin.default": reduction("min", monotone=True, local=_AMIN),
-    "aten.max.default": reduction("max", monotone=True, dims=_every, local=_AMAX),
-    "aten.min.default": reduction("min", monotone=True, dims=_every, local=_AMIN),
-    "aten.prod.default": reduction("product", dims=_every),
-    "aten.prod.dim_int": reduction("product"),
-    "aten.any.default": reduction("max", dims=_every),
-    "aten.any.dim": reduction("max"),
-    "aten.any.dims": reduction("max"),
-    "aten.all.default": reduction("min", dims=_every),
-    "aten.all.dim": reduction("min"),
-    "aten.all.dims": reduction("min"),
-    "aten.count_nonzero.dim_IntList": reduction("sum"),
-    "aten.count_nonzero.default": reduction("sum"),
+    "aten.sum.default": _reduction("sum", linear=True, dims=_all_dims),
+    "aten.sum.dim_IntList": _reduction("sum", linear=True),
+    "aten.nansum.default": _reduction("sum"),
+    "aten.mean.default": _reduction("sum", linear=True, dims=_all_dims, local=_mean),
+    "aten.mean.dim": _reduction("sum", linear=True, local=_mean),
+    "aten.amax.default": _reduction("max", monotone=True, local=_AMAX),
+    "aten.amin.default": _reduction("min", monotone=True, local=_AMIN),
+    "aten.max.default": _reduction("max", monotone=True, dims=_all_dims, local=_AMAX),
+    "aten.min.default": _reduction("min", monotone=True, dims=_all_dims, local=_AMIN),
+    "aten.prod.default": _reduction("product", dims=_all_dims),
+    "aten.prod.dim_int": _reduction("product"),
+    "aten.any.default": _reduction("max", dims=_all_dims),
+    "aten.any.dim": _reduction("max"),
+    "aten.any.dims": _reduction("max"),
+    "aten.all.default": _reduction("min", dims=_all_dims),
+    "aten.all.dim": _reduction("min"),
+    "aten.all.dims": _reduction("min"),
+    "aten.count_nonzero.dim_IntList": _reduction("sum"),
+    "aten.count_nonzero.default": _reduction("sum"),
 }

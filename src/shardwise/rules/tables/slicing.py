@@ -1,92 +1,76 @@
-"""Ops that take, set or repeat ranges of a dim: that dim is whole in a row, and all others pass through.
+"""Ops that take, set, pad or repeat ranges of a dim: that dim must not be split, all others may.
 
-Where that dim is split, `tensor/ranges.py` offers to exchange only what is needed of it.
+If that dim is split, `alternatives/slicing` and `alternatives/rearrange` exchange only the elements that are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from shardwise.rules.call import Call, Local, Slot
-from shardwise.rules.rule import Letters, Place, Row, Rule
+from shardwise.rules.letters import Letters, dim_letters
+from shardwise.rules.notation import ANY_REDUCTION
+from shardwise.rules.rule import Place, Row, Rule
 
 __all__ = ["ROWS"]
 
-_Said = Callable[[Call], tuple[Letters, Letters]]
-_KEPT = {"max": "max", "min": "min", "product": "product"}
+
+def _with_block_size(call: Call, place: Place) -> Local:
+    """Run the op with the size of the block, because its second argument is the size of the result."""
+    args = [Slot(0) if isinstance(v, Slot) else v for v in call.args.values()]
+    args[1] = list(place.outputs[0])
+    return Local(((call.op, tuple(args), {}),))
 
 
-def _ranged(text: str, said: _Said, *, sized: bool = False, copies: bool = False) -> Row:
-    """A row for one tensor; `sized`: the op is told the size of its result; `copies`: anything pending passes."""
-
-    def local(call: Call, place: Place) -> Local:
-        args = [Slot(0) if isinstance(v, Slot) else v for v in call.args.values()]
-        args[1] = list(place.outputs[0])
-        return Local(((call.op, tuple(args), {}),))
+def _backward(text: str, letters: Callable[[Call], tuple[Letters, Letters]]) -> Row:
+    """A row for a backward op of one tensor, from the letters of its input and of its output."""
 
     def build(call: Call) -> Rule | None:
-        before, after = said(call)
-        return Rule(
-            (before,),
-            (after,),
-            linear=(frozenset({0}),),
-            monotone=_KEPT if copies else {},
-            local=local if sized else None,
-        )
+        before, after = letters(call)
+        return Rule((before,), (after,), linear=(frozenset({0}),), local=_with_block_size)
 
-    return Row(text + ("; any reduction passes" if copies else "; linear in (0)"), build)
+    return Row(f"{text}; linear in (0)", build)
 
 
-def _letters(ndim: int, *whole: int) -> Letters:
-    return tuple(None if i in whole else f"d{i}" for i in range(ndim))
-
-
-def _same_dims(call: Call) -> tuple[Letters, Letters]:
-    said = _letters(len(call.outputs[0]), call.args["dim"] % len(call.outputs[0]))
-    return said, said
-
-
-def _select_backward(call: Call) -> tuple[Letters, Letters]:
+def _slice_letters(call: Call) -> tuple[Letters, Letters]:
     ndim = len(call.outputs[0])
-    d = call.args["dim"] % ndim
-    after = _letters(ndim, d)
-    return after[:d] + after[d + 1 :], after
+    letters = dim_letters(ndim, call.dim(ndim=ndim))
+    return letters, letters
 
 
-def _unfold(call: Call) -> tuple[Letters, Letters]:
-    ndim = len(call.shapes[0])
-    said = _letters(ndim, call.args["dimension"] % ndim) if ndim else ()
-    return said, (*said, None)
+def _select_letters(call: Call) -> tuple[Letters, Letters]:
+    _, after = _slice_letters(call)
+    return tuple(x for x in after if x is not None), after
 
 
-def _unfold_backward(call: Call) -> tuple[Letters, Letters]:
-    ndim = len(call.outputs[0])
-    said = _letters(ndim, call.args["dim"] % ndim) if ndim else ()
-    return (*said, None), said
+def _unfold_letters(call: Call) -> tuple[Letters, Letters]:
+    _, after = _slice_letters(call)
+    return (*after, None), after
 
 
-def _padded(call: Call) -> Rule | None:
-    """Dims that are padded are whole; zeros, and only they, may be added to each part of a sum."""
+def _unfold(call: Call) -> Rule | None:
+    before = dim_letters(len(call.shapes[0]), call.dim("dimension"))
+    return Rule((before,), ((*before, None),), linear=(frozenset({0}),), monotone=ANY_REDUCTION)
+
+
+def _pad(call: Call) -> Rule | None:
+    """Padding adds to each term of a pending sum, so the sum passes only if the padding is 0."""
     ndim, pad = len(call.shapes[0]), call.args["pad"]
-    said = _letters(ndim, *(ndim - 1 - i // 2 for i, n in enumerate(pad) if n))
-    return Rule((said,), (said,), linear=(frozenset({0}),) if call.args["value"] == 0 else ())
+    letters = dim_letters(ndim, *(ndim - 1 - i // 2 for i, n in enumerate(pad) if n))
+    return Rule((letters,), (letters,), linear=(frozenset({0}),) if call.args["value"] == 0 else ())
 
 
-def _stacked(call: Call) -> Rule | None:
-    """Tensors of one shape that lie alike, and a new dim that is whole."""
-    ndim = len(call.outputs[0])
-    d = call.args["dim"] % ndim
-    after = _letters(ndim, d)
-    before = after[:d] + after[d + 1 :]
-    every: Sequence[Letters] = (before,) * len(call.shapes)
-    return Rule(tuple(every), (after,), linear=(frozenset(range(len(call.shapes))),))
+def _stack(call: Call) -> Rule | None:
+    before, after = _select_letters(call)
+    every = range(len(call.shapes))
+    return Rule((before,) * len(every), (after,), linear=(frozenset(every),))
 
 
 ROWS: dict[str, Row] = {
-    "aten.slice_backward.default": _ranged("… !d … -> … !d …", _same_dims, sized=True),
-    "aten.select_backward.default": _ranged("… … -> … !d …", _select_backward, sized=True),
-    "aten.unfold.default": _ranged("… !d … -> … !d … !", _unfold, copies=True),
-    "aten.unfold_backward.default": _ranged("… !d … ! -> … !d …", _unfold_backward, sized=True),
-    "aten.constant_pad_nd.default": Row("… !d … -> … !d …; linear in (0) if padded by 0", _padded),
-    "aten.stack.default": Row("… each -> … !new …; linear in all", _stacked),
+    "aten.slice_backward.default": _backward("… !d … -> … !d …", _slice_letters),
+    "aten.select_backward.default": _backward("… … -> … !d …", _select_letters),
+    "aten.unfold.default": Row("… !d … -> … !d … !; passes any reduction", _unfold),
+    "aten.unfold_backward.default": _backward("… !d … ! -> … !d …", _unfold_letters),
+    "aten.constant_pad_nd.default": Row("… !d … -> … !d …; linear in (0) if value is 0", _pad),
+    "aten.stack.default": Row("[… …] -> … !new …; linear in all jointly", _stack),
 }
