@@ -44,8 +44,9 @@ bench: $(READY)  ## bytes, collectives, planning time and overhead next to torch
 sweep: $(READY)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)
 
-rules: $(READY)  ## write the printed rule table anew
+rules: $(READY)  ## write the printed tables of rules and routes anew
 	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt
+	$(BIN)/python -c 'from shardwise.dispatch.route_table import printed_routes; print(printed_routes(), end="")' > docs/routes.txt
 
 docs: $(READY)  ## run the code in README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

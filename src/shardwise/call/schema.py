@@ -48,10 +48,13 @@ class OpInfo:
         self.returns_tensor = [r.type for r in schema.returns] == ["Tensor"]
         self.returns_written = any(r.writes for r in schema.returns)
         base = schema.name.replace("::", ".")
-        is_variant = base.endswith("_") and not base.endswith("__")
-        self.rule_name = (
-            self.name if not self.writes else f"{base[:-1]}.{schema.overload}" if is_variant else ""
-        )
+        if not self.writes:
+            functional = base
+        elif base.endswith("_") and not base.endswith("__"):
+            functional = base[:-1]
+        else:
+            functional = base.replace(".__i", ".__") if ".__i" in base else ""
+        self.rule_name = f"{functional}.{schema.overload}" if functional else ""
         """The op whose rule it has: an in-place op has that of its functional variant; "" if there is none."""
 
     @cached_property

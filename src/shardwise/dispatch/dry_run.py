@@ -31,7 +31,7 @@ FindRoute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Route]
 _MAX_DEPTH = 8  # programs within programs
 
 
-class _NeedsValues(Exception):
+class _NeedsValuesError(Exception):
     """A program asked for what a tensor without data cannot tell."""
 
 
@@ -48,13 +48,13 @@ class _Recording:
         if route.kind == "composite":
             return func.decompose(*args, **kwargs)
         if route.plans is None:
-            raise _NeedsValues(f"{func} runs as a {route.kind} op")
+            raise _NeedsValuesError(f"{func} runs as a {route.kind} op")
         self.plans += route.plans
         info = op_info(func)
         if (target := info.returned_argument(args, kwargs)) is not None or not info.returns:
             return target
         if route.outputs is None:
-            raise _NeedsValues(f"the results of {func} depend on values")
+            raise _NeedsValuesError(f"the results of {func} depend on values")
         first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
         simulated = isinstance(first._local_tensor, PerRank)
         results = [abstract(o, simulated) if isinstance(o, Spec) else o for o in route.outputs]
@@ -65,7 +65,7 @@ _truncated: ContextVar[list[bool] | None] = ContextVar("truncated", default=None
 
 # What programs raise that need values, or that do not handle a call: the op itself then runs and says why.
 _REFUSALS = (
-    _NeedsValues, RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError,
+    _NeedsValuesError, RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError,
 )  # fmt: skip
 
 

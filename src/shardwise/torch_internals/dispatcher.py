@@ -16,6 +16,7 @@ __all__ = [
     "Argument",
     "Return",
     "Schema",
+    "all_ops",
     "below_autograd",
     "boxed_call",
     "decomposition_of",
@@ -106,6 +107,23 @@ def overloads_of(op: Any) -> list[Any] | None:
         return [getattr(op, name) for name in op.overloads()]
     custom = getattr(op, "_opoverload", None)  # what torch.library.custom_op returns
     return None if custom is None else [custom]
+
+
+def all_ops(namespace: str) -> list[Any]:
+    """Every op overload of a namespace, by name.
+
+    >>> torch.ops.aten.mm.default in all_ops("aten")
+    True
+    """
+    out = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space == namespace and hasattr(getattr(torch.ops, namespace), packet):
+            found = getattr(getattr(torch.ops, namespace), packet)
+            if (overload or "default") in found.overloads():
+                out.append(getattr(found, overload or "default"))
+    return out
 
 
 @lru_cache(maxsize=4096)

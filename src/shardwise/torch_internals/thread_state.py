@@ -15,7 +15,7 @@ def publish_object(key: str, value: Any) -> None:
 
 
 def inherited_object(key: str) -> Any | None:
-    """This thread's object: its own, or that of the thread that started the backward pass it works for.
+    """The object of this thread: its own, or that of the thread that started the backward pass it works for.
 
     >>> publish_object("doctest", 5)
     >>> inherited_object("doctest"), inherited_object("another")

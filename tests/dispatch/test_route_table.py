@@ -1,0 +1,45 @@
+"""The printed table of routes is true, and is the one in the repository."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.call.trace import trace_calls
+from shardwise.dispatch.route_table import printed_routes, routes_of
+
+GOLDEN = Path(__file__).parents[2] / "docs" / "routes.txt"
+aten = torch.ops.aten
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the table lists the ops of torch 2.13")
+def test_the_printed_table_is_the_one_in_the_repository():
+    assert printed_routes() == GOLDEN.read_text(), "run `make rules` and look at the diff"
+
+
+CALLS = {
+    "rule": lambda x: x.exp(),
+    "alternative": lambda x: x.softmax(1),
+    "decomposition": lambda x: torch.mvlgamma(x.abs() + 5, 2),
+    "functional variant": lambda x: torch.mvlgamma(x.abs() + 5, 2, out=x),
+    "random": lambda x: x.clone().normal_(),
+    "foreach": lambda x: torch._foreach_add([x], 1),
+    "request": lambda x: torch.equal(x, x),
+    "in-place view": lambda x: x.clone().unsqueeze_(0),
+    "fallback": lambda x: x.histc(3),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_takes_a_route_that_the_table_lists_for_its_op(kind):
+    seen = []
+    with sw.simulate(2):
+        x = sw.distribute_tensor(torch.randn(2, 400_000), sw.init_device_mesh("cpu", (2,)), [sw.Shard(1)])
+        with trace_calls(seen.append):
+            CALLS[kind](x)
+    listed = {call.op: [r.partition(" (")[0] for r in routes_of(call.op)] for call in seen}
+    for call in seen:
+        taken = "functional variant" if call.route == "decomposition" and "out" in str(call.op) else call.route
+        assert taken in listed[call.op], (call.op, call.route)
+    assert any(kind in listed[call.op] for call in seen)
