@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.arguments import tensors_in
 from shardwise.call.meta import infer_outputs
 from shardwise.call.schema import op_info
-from shardwise.comm import PerRank, axes_of
+from shardwise.comm import axes_of
 from shardwise.layout import Axes, Layout
 from shardwise.plan import Plan, plan_redistribute
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 
 __all__ = ["OpCall", "replication_plans"]
 
@@ -48,7 +48,7 @@ class OpCall:
     @property
     def simulated(self) -> bool:
         """Whether all ranks of the mesh are simulated in this process."""
-        return isinstance(self.first._local_tensor, PerRank)
+        return is_simulated_tensor(self.first)
 
     @cached_property
     def layouts(self) -> list[Layout]:

@@ -19,14 +19,13 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.schema import op_info
 from shardwise.comm import map_ranks
 from shardwise.plan.settings import override_settings
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, local_slot
 from shardwise.tensor.implicit import announce, to_layout
 from shardwise.torch_internals.subclass import version
 
 __all__ = ["MovedView", "is_shared_with_inference", "outside_inference", "remember_base"]
 
 aten = torch.ops.aten
-_slot: Any = DTensor._local_tensor  # the descriptor of the slot: reading it does not refresh a view
 _Origin = tuple[DTensor, Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
@@ -58,13 +57,13 @@ class MovedView(DTensor):
             base, func, args, kwargs, number = self._origin
             with torch.no_grad():
                 result = func(base, *args, **kwargs)
-            self._local_tensor = _slot.__get__(result if number is None else result[number])
+            self._local_tensor = local_slot.__get__(result if number is None else result[number])
             self._seen = _versions(base)
-        return _slot.__get__(self)  # type: ignore[no-any-return]
+        return local_slot.__get__(self)  # type: ignore[no-any-return]
 
     @_local_tensor.setter
     def _local_tensor(self, block: Tensor) -> None:
-        _slot.__set__(self, block)
+        local_slot.__set__(self, block)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -123,7 +122,7 @@ def remember_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 
 def _view_of(origin: _Origin, result: Any) -> MovedView:
-    out = MovedView(_slot.__get__(result), result._spec)
+    out = MovedView(local_slot.__get__(result), result._spec)
     out._origin, out._seen = origin, _versions(origin[0])
     return out
 
@@ -153,7 +152,7 @@ def _write_through(view: MovedView) -> None:
     """Write the value of a view into its base: as a slice of it, or else into the gathered base."""
     base, func, args, kwargs, number = view._origin
     copy = aten.copy_.default
-    value = DTensor(_slot.__get__(view), view._spec)
+    value = DTensor(local_slot.__get__(view), view._spec)
     scatter = _scatter(func, number, base, *args, **kwargs)
     # the view is written already: refusing to communicate now would leave view and base different
     with torch.no_grad(), override_settings(implicit="allow"):

@@ -50,7 +50,9 @@ def measure_costs(mesh: DeviceMesh | None = None) -> CostModel:
     latency, pace = _slowest(mesh, figures)
     bandwidth = [1 / max(p, 1e-15) for p in pace]
     if mesh.mesh_dim_names:
-        return CostModel(dict(zip(axes.names, latency, strict=True)), dict(zip(axes.names, bandwidth, strict=True)))
+        return CostModel(
+            dict(zip(axes.names, latency, strict=True)), dict(zip(axes.names, bandwidth, strict=True))
+        )
     return CostModel(tuple(latency), tuple(bandwidth))
 
 

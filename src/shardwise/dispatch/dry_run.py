@@ -17,12 +17,11 @@ from shardwise.call.arguments import map_tensors, tensors_in
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route
 from shardwise.call.schema import op_info
-from shardwise.comm import PerRank
 from shardwise.layout import Spec
 from shardwise.plan import Plan
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.abstract_tensor import abstract, recording
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 
 __all__ = ["FindRoute", "cacheable", "dry_run"]
 
@@ -56,8 +55,9 @@ class _Recording:
         if route.outputs is None:
             raise _NeedsValuesError(f"the results of {func} depend on values")
         first = next(t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor))
-        simulated = isinstance(first._local_tensor, PerRank)
-        results = [abstract(o, simulated) if isinstance(o, Spec) else o for o in route.outputs]
+        results = [
+            abstract(o, is_simulated_tensor(first)) if isinstance(o, Spec) else o for o in route.outputs
+        ]
         return results[0] if info.returns_tensor else results
 
 

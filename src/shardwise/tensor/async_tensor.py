@@ -8,12 +8,10 @@ from torch import Tensor
 
 from shardwise.comm import Pending
 from shardwise.layout import Spec
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, local_slot
 from shardwise.torch_internals.subclass import make_wrapper
 
 __all__ = ["AsyncDTensor"]
-
-_slot: Any = DTensor._local_tensor  # the descriptor of the slot, which this class overrides
 
 
 class AsyncDTensor(DTensor):
@@ -54,9 +52,9 @@ class AsyncDTensor(DTensor):
     def _local_tensor(self) -> Tensor:
         if self._pending is not None:
             self._local_tensor = self._pending.wait()
-        return _slot.__get__(self)  # type: ignore[no-any-return]
+        return local_slot.__get__(self)  # type: ignore[no-any-return]
 
     @_local_tensor.setter
     def _local_tensor(self, block: Tensor) -> None:
-        _slot.__set__(self, block)
+        local_slot.__set__(self, block)
         self._pending = None

@@ -13,7 +13,7 @@ from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
-__all__ = ["DTensor", "Implementation", "implementation"]
+__all__ = ["DTensor", "Implementation", "implementation", "is_simulated_tensor", "local_slot"]
 
 
 class Implementation:
@@ -252,3 +252,15 @@ class DTensor(torch.Tensor):
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
+
+
+local_slot: Any = DTensor._local_tensor
+"""The descriptor of the slot that holds the block, which subclasses override with a property."""
+
+
+def is_simulated_tensor(x: DTensor) -> bool:
+    """Whether this process holds the blocks of all ranks; unlike reading the block, this waits for nothing."""
+    try:
+        return isinstance(local_slot.__get__(x), PerRank)
+    except AttributeError:  # the block of an asynchronous result, which only real ranks have
+        return False

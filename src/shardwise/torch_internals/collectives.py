@@ -14,5 +14,7 @@ def all_gather(t: Tensor, n: int, group: str) -> Tensor:
 
 def wait(t: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(t)  # type: ignore[no-any-return]
+
+
 def all_reduce(t: Tensor, op: str, group: str) -> Tensor:
     return torch.ops._c10d_functional.all_reduce(t, op, group)  # type: ignore[no-any-return]

@@ -11,9 +11,9 @@ from shardwise.call.arguments import tensors_in
 from shardwise.call.meta import infer_outputs
 from shardwise.call.resolve import match_rule
 from shardwise.comm import axes_of
-from shardwise.plan.settings import forget_decisions
 from shardwise.layout import block_shape
 from shardwise.plan import every_choice
+from shardwise.plan.settings import forget_decisions
 from shardwise.rules import RuleError, verify
 from shardwise.rules.table import TABLE
 from shardwise.verify.cases import PlainCall, with_tensors
