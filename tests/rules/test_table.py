@@ -6,9 +6,10 @@ from tests.rules.absent import ABSENT
 from tests.rules.samples import calls_of
 
 import shardwise as sw
-from shardwise.call.resolve import meet
+from shardwise.call.resolve import match_rule
 from shardwise.rules.table import TABLE, printed
 from shardwise.rules.tables.view_and_cat import REGROUPED
+from shardwise.verify.cases import PlainCall
 from shardwise.verify.sampling import draw
 
 GOLDEN = Path(__file__).parents[2] / "docs" / "rules.txt"
@@ -50,7 +51,10 @@ def test_the_text_of_a_row_states_which_reductions_pass_and_which_it_leaves():
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
         for name in (n for n in NAMES if n in TABLE):
-            met = [meet(op_of(name), tuple(args), dict(kwargs), mesh) for args, kwargs in some_calls(name)]
+            met = [
+                match_rule(PlainCall(op_of(name), tuple(args), dict(kwargs), mesh))
+                for args, kwargs in some_calls(name)
+            ]
             rules = [m.rule for m in met if m is not None]
             text, passes = TABLE[name].text, "passes any reduction" in TABLE[name].text
             found = {
