@@ -53,7 +53,7 @@ def _same(got, want):
         return got == want or (isinstance(want, float) and abs(got - want) < 1e-9) or got is want
     if got is None:
         return not want.any()
-    if (got.dtype, got.sharding) != (want.dtype, want.sharding):
+    if (got.dtype, got.layout) != (want.dtype, want.layout):
         return False
     return torch.allclose(got.to_dense(), want.to_dense(), rtol=1e-7, atol=1e-7, equal_nan=True)
 

@@ -7,27 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.arguments import tensors_in
 from shardwise.call.op_call import OpCall
 from shardwise.comm import PerRank
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.consistency import check_equal, digest_bytes
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.errors import MeshError, PlainTensorError
+from shardwise.tensor.errors import MeshError, mixed_tensors_error
 from shardwise.tensor.implicit import announce
 from shardwise.torch_internals.autograd import in_backward
 
-__all__ = ["check_operands", "compare_plain", "plain_key", "plain_tensors_to_compare", "refuse_plain"]
+__all__ = ["check_operands", "compare_plain", "plain_key", "plain_tensors_to_compare"]
 
 aten = torch.ops.aten
 
-# Operands that torch's own Python functions create as plain tensors when the caller gives none. What they create is the same
-# on every rank if torch's generators are, so their values are compared before they count as replicated.
+# Operands that torch creates as plain tensors in functions that do not reach us: from lists of indices, or where the caller
+# gives none. They are compared between ranks before they count as replicated. (`x[[0, 3]]` needs no comparison.)
 _CREATED_BY_TORCH: dict[Any, str] = {
+    **dict.fromkeys(
+        (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor),
+        "indices",
+    ),
     aten._embedding_bag.default: "offsets",
     aten._embedding_bag_forward_only.default: "offsets",
     aten.fractional_max_pool2d.default: "random_samples",
     aten.fractional_max_pool3d.default: "random_samples",
 }
+
+
+def _created_by_torch(call: OpCall) -> list[Tensor]:
+    return tensors_in([call.named.get(_CREATED_BY_TORCH.get(call.func, ""))])
 
 
 def plain_key(t: Tensor) -> Any:
@@ -48,18 +57,7 @@ def check_operands(call: OpCall) -> None:
                     fix="Distribute both over one mesh.",
                 )
         elif not _counts_as_replicated(call, t):
-            raise refuse_plain(call.func, t, call.first)
-
-
-def refuse_plain(func: Any, t: Tensor, beside: DTensor) -> PlainTensorError:
-    """The error for a plain tensor beside a DTensor."""
-    return PlainTensorError(
-        f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
-        f"a plain tensor of shape {tuple(t.shape)} beside {beside._spec}.",
-        why="Nothing says whether the plain tensor is replicated, a block, or a partial value.",
-        fix="Wrap it: distribute_tensor(t, mesh, [Replicate()]) or DTensor.from_local(t, mesh, placements); or declare all "
-        'plain tensors replicated: with policy(plain="replicate"): ...',
-    )
+            raise mixed_tensors_error(call.func, t, call.first._spec)
 
 
 def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
@@ -68,7 +66,7 @@ def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
         t.numel() == 1
         or in_backward()
         or current_settings().plain != "error"
-        or t is call.named.get(_CREATED_BY_TORCH.get(call.func, ""))
+        or any(t is created for created in _created_by_torch(call))
     )
 
 
@@ -77,13 +75,13 @@ def plain_tensors_to_compare(call: OpCall) -> list[int]:
     if in_backward():
         return []
     everything = current_settings().plain == "check"
-    created = call.named.get(_CREATED_BY_TORCH.get(call.func, ""))
+    created = [id(t) for t in _created_by_torch(call)]
     return [
         i
         for i, t in enumerate(call.tensors)
         if not isinstance(t, DTensor)
         and t.numel() != 1
-        and (everything or t is created)
+        and (everything or id(t) in created)
         # a simulation has one plain tensor for all ranks, unless it is a PerRank
         and (isinstance(t, PerRank) or not call.simulated)
     ]

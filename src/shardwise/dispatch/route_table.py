@@ -46,7 +46,7 @@ def routes_of(func: Any) -> list[str]:
     """The mechanisms that may run an op, in the order in which they are tried.
 
     >>> routes_of(torch.ops.aten._softmax.default)
-    ['rule', 'alternative (statistics)', 'fallback']
+    ['rule', 'alternative (statistics)', 'decomposition', 'fallback']
     """
     info = op_info(func)
     only = _only_route(info)

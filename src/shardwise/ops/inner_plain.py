@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_leaves, tensors_in
-from shardwise.call.operands import compare_plain, refuse_plain
+from shardwise.call.operands import compare_plain
 from shardwise.comm import PerRank, members_of, spread
 from shardwise.ops.dropout import attention_with_dropout, uses_dropout
 from shardwise.ops.one_device import one_device
 from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.errors import mixed_tensors_error
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
 from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS
@@ -46,7 +47,7 @@ def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return
     policy = current_settings().plain
     if policy == "error":
-        raise refuse_plain(func, plain[0], first)
+        raise mixed_tensors_error(func, plain[0], first._spec)
     if policy == "check" and not isinstance(first._local_tensor, PerRank):
         compare_plain(func, plain, list(range(len(plain))), first.device_mesh)
 
@@ -105,6 +106,7 @@ _COMPOSITES = {
     "the positions of quantiles": (
         aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,
     ),
+    "the window": (aten.istft.default, aten.stft.default, aten.stft.center),
     "the mask of combined elements": (aten.combinations.default,),
     "the sum that the product is added to": (aten._sparse_mm.default,),
     "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),

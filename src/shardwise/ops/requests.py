@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout, Spec
+from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute import to_layout
 
@@ -31,29 +32,51 @@ def _item(x: Tensor) -> Any:
     return map_ranks(aten._local_scalar_dense.default, _replicated(x))
 
 
+def _aligned(x: Tensor, y: Tensor) -> tuple[DTensor, DTensor]:
+    """Two tensors of the same shape in one layout, without pending reductions."""
+    reference: Any = x if isinstance(x, DTensor) else y
+    layout = reference._spec.layout.with_partial({})
+    if not (isinstance(x, DTensor) and isinstance(y, DTensor)):  # a plain tensor is replicated
+        layout = Layout.replicated(x.shape, layout.axes)
+    mesh = reference.device_mesh
+    wrapped = (t if isinstance(t, DTensor) else from_block(t, replicated_spec(t, mesh)) for t in (x, y))
+    a, b = (to_layout(t, layout) for t in wrapped)
+    return a, b
+
+
 def _equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal: each rank compares its blocks, and one number is reduced."""
-    reference = x if isinstance(x, DTensor) else y
-    if x.shape != y.shape or not isinstance(reference, DTensor):
+    if x.shape != y.shape:
         return False
-    if isinstance(x, DTensor) and isinstance(y, DTensor):
-        layout = reference._spec.layout.with_partial({})
-        blocks = [to_layout(t, layout)._local_tensor for t in (x, y)]
-    else:  # a plain tensor is replicated
-        layout = Layout.replicated(x.shape, reference._spec.layout.axes)
-        blocks = [_replicated(x), _replicated(y)]
+    a, b = _aligned(x, y)
     same = map_ranks(
-        lambda a, b: torch.tensor(torch.equal(a, b), dtype=torch.int32, device=a.device), *blocks
+        lambda s, t: torch.tensor(torch.equal(s, t), dtype=torch.int32, device=s.device),
+        a._local_tensor,
+        b._local_tensor,
     )
+    layout = a._spec.layout
     replicated = Layout.replicated((), layout.axes)
     pending = replicated.with_partial(dict.fromkeys(layout.sharded, "min"))
-    spec = Spec(reference.device_mesh, pending, torch.int32, torch.Size(()), ())
-    verdict = to_layout(DTensor(same, spec), replicated)._local_tensor
-    return bool((verdict.ranks[0] if isinstance(verdict, PerRank) else verdict).item())
+    verdict = to_layout(
+        DTensor(same, Spec(a.device_mesh, pending, torch.int32, torch.Size(()), ())), replicated
+    )
+    return bool(_first_rank(verdict._local_tensor).item())
+
+
+def _first_rank(block: Tensor) -> Tensor:
+    return block.ranks[0] if isinstance(block, PerRank) else block
+
+
+def _allclose(x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Whether two tensors are close: each rank compares its blocks, and one number is reduced."""
+    if x.shape == y.shape:
+        x, y = _aligned(x, y)
+    return bool(_first_rank(_replicated(torch.isclose(x, y, rtol, atol, equal_nan).all())).item())
 
 
 REQUESTS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _item,
     aten.equal.default: _equal,
+    aten.allclose.default: _allclose,
 }
 """By op."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from shardwise.layout import LayoutError
+from typing import Any
 
-__all__ = ["CommunicationError", "MeshError", "PlainTensorError"]
+from torch import Tensor
+
+from shardwise.layout import LayoutError, Spec
+
+__all__ = ["CommunicationError", "MeshError", "PlainTensorError", "mixed_tensors_error"]
 
 
 # NotImplementedError is what torch raises here, and what programs written for it catch.
@@ -18,3 +22,14 @@ class CommunicationError(LayoutError):
 
 class PlainTensorError(LayoutError):
     """A plain tensor met a DTensor, and nothing says how it is laid out; or it differs between ranks."""
+
+
+def mixed_tensors_error(func: Any, plain: Tensor, spec: Spec) -> PlainTensorError:
+    """The error for a plain tensor beside a DTensor with this spec."""
+    return PlainTensorError(
+        f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
+        f"a plain tensor of shape {tuple(plain.shape)} beside {spec}.",
+        why="Nothing says whether the plain tensor is replicated, a block, or a partial value.",
+        fix="Wrap it: distribute_tensor(t, mesh, [Replicate()]) or DTensor.from_local(t, mesh, placements); or declare all "
+        'plain tensors replicated: with policy(plain="replicate"): ...',
+    )

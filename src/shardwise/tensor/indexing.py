@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import PerRank, members_of, spread
+from shardwise.plan.settings import current_settings
 from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.errors import mixed_tensors_error
 
 __all__ = ["replicated_index"]
 
@@ -22,8 +24,12 @@ def replicated_index(x: DTensor, index: Any) -> Any:
 
 
 def _replicated(x: DTensor, index: Any) -> Any:
+    if isinstance(index, Tensor):
+        if not isinstance(index, DTensor) and index.numel() != 1 and current_settings().plain == "error":
+            raise mixed_tensors_error("x[index]", index, x._spec)
+        return index
     is_sequence = isinstance(index, list | tuple | range) or hasattr(index, "__array__")
-    if isinstance(index, Tensor) or not is_sequence or _holds_tensors(index):
+    if not is_sequence or _holds_tensors(index):
         return index
     try:
         plain = torch.as_tensor(list(index) if isinstance(index, range) else index, device=x.device)

@@ -36,6 +36,7 @@ class Argument:
     name: str
     type: str
     default: Any
+    has_default: bool
     alias: frozenset[str]
     writes: bool
     is_out: bool
@@ -81,6 +82,7 @@ def read_schema(func: Any) -> Schema:
                 a.name,
                 str(a.type),
                 a.default_value,
+                a.has_default_value(),
                 alias(a.alias_info),
                 a.alias_info is not None and a.alias_info.is_write,
                 a.is_out,

@@ -24,7 +24,7 @@ def resolving_lazy_bits(
     """The same function of arguments, run so that torch resolves conjugate and negative bits.
 
     >>> resolving_lazy_bits(lambda args, kwargs: args[0].conj().resolve_conj())((torch.tensor([1j]),), {})
-    tensor([-0.-1.j])
+    tensor([0.-1.j])
     """
 
     def resolving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

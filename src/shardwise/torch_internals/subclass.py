@@ -80,7 +80,9 @@ def make_wrapper(cls: Any, size: Any, **options: Any) -> Any:
         **options: `strides`, `dtype`, `device`, `layout`, `requires_grad`; with `dispatch_layout` torch asks for the layout
             by an op.
 
-    >>> make_wrapper(type("Example", (torch.Tensor,), {}), (2, 3), dtype=torch.int32).shape
+    >>> class Example(torch.Tensor):
+    ...     __torch_dispatch__ = classmethod(lambda cls, func, types, args, kwargs: None)
+    >>> make_wrapper(Example, (2, 3), dtype=torch.int32).shape
     torch.Size([2, 3])
     """
     return torch.Tensor._make_wrapper_subclass(cls, size, **options)

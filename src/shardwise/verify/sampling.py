@@ -133,7 +133,7 @@ _CANNOT = object()
 
 
 def _value(arg: Any, kind: str, ndim: int, dtype: torch.dtype, rng: random.Random) -> Any:
-    if arg.has_default_value() and (arg.kwarg_only or rng.random() < 0.4):
+    if arg.has_default and (arg.kwarg_only or rng.random() < 0.4):
         return arg.default
     inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
     if arg.name.startswith("dim") and inner in ("int", "List[int]"):
@@ -148,7 +148,7 @@ def _value(arg: Any, kind: str, ndim: int, dtype: torch.dtype, rng: random.Rando
     if inner == "bool":
         return rng.random() < 0.5
     # sizes, strides and strings that mean something cannot be guessed, and some kernels do not survive wrong ones
-    return arg.default if arg.has_default_value() else _CANNOT
+    return arg.default if arg.has_default else _CANNOT
 
 
 def _tensor(shape: Sequence[int], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
