@@ -260,7 +260,7 @@ def test_ops_that_draw_nothing_are_the_same_inside_one_device():
     ],
     ids=["bernoulli", "poisson", "normal", "multinomial"],
 )
-def test_value_checks_communicate_where_implicit_communication_is_an_error(draw, message, collectives):
+def test_value_checks_raise_alike_everywhere_and_are_communication_that_can_be_refused(draw, message, collectives):
     values = X.abs() + 0.1
     sw.manual_seed(11)
     with sw.one_device():
@@ -269,15 +269,15 @@ def test_value_checks_communicate_where_implicit_communication_is_an_error(draw,
         mesh = mesh_of((2,))
         x = sw.distribute_tensor(values, mesh, [Shard(0)])
         sw.manual_seed(11)
-        with sw.policy(implicit="error"):
-            with counting() as ledger:
-                got = draw(x)
-            with pytest.raises(sw.CommunicationError, match="cumsum"):
-                x.cumsum(0)
+        with counting() as ledger:
+            got = draw(x)
+        with sw.policy(implicit="error"), counting() as refused, pytest.raises(sw.CommunicationError):
+            draw(x)
+        assert refused.collectives == 0
         assert [(sent.step, sent.axes) for sent in ledger.entries] == [("all-reduce", ("dp",))] * collectives
         assert torch.equal(whole(got), expected)
         values[-1, 3] = -1  # in the block of the last rank
-        with sw.policy(implicit="error"), pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=message):
             draw(sw.distribute_tensor(values, mesh, [Shard(0)]))
 
 

@@ -29,7 +29,7 @@ from shardwise.tensor.implicit import to_layout
 from shardwise.tensor.seeding import draw_from
 from shardwise.torch_internals.tracing import is_recorded, needs_concrete_values
 
-__all__ = ["FILLS", "Generate", "check_all", "fill", "is_off_mesh"]
+__all__ = ["FILLS", "Generate", "check_all", "fill", "is_off_mesh", "value_of"]
 
 aten = torch.ops.aten
 
@@ -165,12 +165,16 @@ def check_all(func: Any, valid: Tensor, why: str) -> None:
     """Raise on all ranks alike if an element of an op's parameters is invalid on any of them."""
     if not valid.numel() or is_off_mesh(valid):
         return
-    verdict = valid.all()
-    if isinstance(verdict, DTensor):
-        block = to_layout(func, verdict, Layout.replicated((), verdict._spec.layout.axes))._local_tensor
-        verdict = block.ranks[0] if isinstance(block, PerRank) else block
-    if not bool(verdict):
+    if not value_of(func, valid.all()):
         raise RuntimeError(why)
+
+
+def value_of(func: Any, x: Tensor) -> Any:
+    """The value of a tensor with one element, on all ranks, as a parameter of an op."""
+    if isinstance(x, DTensor):
+        block = to_layout(func, x, Layout.replicated((), x._spec.layout.axes))._local_tensor
+        x = block.ranks[0] if isinstance(block, PerRank) else block
+    return x.item()
 
 
 def is_off_mesh(x: Tensor) -> bool:

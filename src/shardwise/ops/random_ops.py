@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.call.schema import op_info
 from shardwise.call.variants import writing_variant
 from shardwise.layout import Layout
-from shardwise.ops.random_fill import FILLS, Generate, check_all, fill, is_off_mesh
+from shardwise.ops.random_fill import FILLS, Generate, check_all, fill, is_off_mesh, value_of
 from shardwise.random import binomial, gamma, integers, poisson
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
@@ -198,13 +198,12 @@ def _check_weights(probs: Tensor, count: int, replacement: bool) -> None:
         (probs >= 0) & probs.isfinite(),
         "probability tensor contains either `inf`, `nan` or element < 0",
     )
-    positive = (probs > 0).sum(-1)
-    check_all(func, positive >= 1, "invalid multinomial distribution (sum of probabilities <= 0)")
-    if not replacement:
-        check_all(
-            func,
-            positive >= count,
-            "invalid multinomial distribution (with replacement=False, not enough non-negative category to sample)",
+    fewest = value_of(func, (probs > 0).sum(-1).min())
+    if fewest < 1:
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+    if not replacement and fewest < count:
+        raise RuntimeError(
+            "invalid multinomial distribution (with replacement=False, not enough non-negative category to sample)"
         )
 
 
