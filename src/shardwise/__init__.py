@@ -23,6 +23,7 @@ from shardwise.api import (
     zeros,
 )
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
+from shardwise.comm.measure import measure_costs as _measure_costs
 from shardwise.dispatch import dispatch as _dispatch
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.ops import install_patches as _install_patches
@@ -47,6 +48,7 @@ from shardwise.verify import prove as _prove
 # staticmethod: binding a classmethod costs more than the call itself
 DTensor.__torch_dispatch__ = staticmethod(_dispatch)
 _never_compile(_dispatch)
+CostModel.measure = staticmethod(_measure_costs)
 _install_patches()
 _prove_by(_prove)
 

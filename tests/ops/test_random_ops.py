@@ -260,7 +260,9 @@ def test_ops_that_draw_nothing_are_the_same_inside_one_device():
     ],
     ids=["bernoulli", "poisson", "normal", "multinomial"],
 )
-def test_value_checks_raise_alike_everywhere_and_are_communication_that_can_be_refused(draw, message, collectives):
+def test_value_checks_raise_alike_everywhere_and_are_communication_that_can_be_refused(
+    draw, message, collectives
+):
     values = X.abs() + 0.1
     sw.manual_seed(11)
     with sw.one_device():
