@@ -45,13 +45,13 @@ def test_each_rank_gets_what_it_wants_and_the_bytes_are_those_of_the_plan(case, 
             assert imagined.of_rank(r).shape == got.of_rank(r).shape
 
 
-def test_what_nobody_owns_is_not_made_up():
+def test_wanting_a_position_that_no_rank_owns_is_an_error():
     layout = Layout(Axes((2,)), [(Factor(4, (0,)),)])
     move = Move(0, (0,), (((0, 2),), ((2, 4),)), (((0, 5),), ((2, 4),)))
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
         block = PerRank({0: torch.zeros(2), 1: torch.zeros(2)})
-        with pytest.raises(RuntimeError, match="nobody owns"):
+        with pytest.raises(RuntimeError, match="no rank owns"):
             run(plan_exchanges(layout, [move], 4), block, mesh)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "move_codec",
     "reduce_all",
     "reduce_codec",
+    "reduce_rows",
     "scaled",
 ]
 
@@ -30,6 +31,10 @@ class Codec(NamedTuple):
     decode: Callable[[Tensor], Tensor]
     op: str = ""
     scale: int = 1
+
+    @property
+    def is_identity(self) -> bool:
+        return self.encode is _same
 
 
 def _same(t: Tensor) -> Tensor:
@@ -178,8 +183,14 @@ def reduce_all(parts: list[Tensor], op: str) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0].clone()
-    codec = reduce_codec(parts[0].dtype, op)
-    stack = torch.stack([codec.encode(p.reshape(-1)) for p in parts])
+    return reduce_rows(torch.stack([p.reshape(-1) for p in parts]), op).view(parts[0].shape)
+
+
+def reduce_rows(rows: Tensor, op: str) -> Tensor:
+    """The rows of a matrix reduced in their order, in their own dtype."""
+    codec = reduce_codec(rows.dtype, op)
+    flat = codec.encode(rows.reshape(-1))
+    stack = flat.view(len(rows), flat.numel() // len(rows))
     match codec.op:
         case "sum":
             out = stack.sum(0)
@@ -189,8 +200,8 @@ def reduce_all(parts: list[Tensor], op: str) -> Tensor:
             out = stack.amax(0)
         case _:
             out = stack.amin(0)
-    # sums of small integers come out wider
-    return codec.decode(out.to(stack.dtype)).view(parts[0].shape)
+    # sums of small integers have a wider dtype
+    return codec.decode(out.to(stack.dtype))
 
 
 def identity_value(dtype: torch.dtype, op: str) -> float | int | bool:
