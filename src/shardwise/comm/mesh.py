@@ -25,6 +25,7 @@ __all__ = [
     "axes_of",
     "coord_of",
     "current_mesh",
+    "forget_groups",
     "group_of",
     "groups_along",
     "members_of",
@@ -68,8 +69,18 @@ class PerMesh:
             value = kept[key] = make()
             return value
 
+    def clear(self) -> None:
+        """Drop all values."""
+        for kept in self._kept.values():
+            kept.clear()
+
 
 _facts = PerMesh()
+
+
+def forget_groups() -> None:
+    """Drop the facts about all meshes, when their process groups are destroyed."""
+    _facts.clear()
 
 
 def current_mesh(mesh: DeviceMesh | None, what: str) -> DeviceMesh:

@@ -23,6 +23,7 @@ from shardwise.comm.mesh import (
 )
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, recipe_for
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.plan import AllReduce, Plan, Step
 from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
 
@@ -32,6 +33,7 @@ _Stage = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 """A compiled step: a function that starts it, and one that completes it, given the first one's result and the block."""
 
 _programs = PerMesh(most=4096)
+at_simulation_end(_programs.clear)
 
 
 def run(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -1,4 +1,4 @@
-"""Handing out a whole tensor that one rank holds."""
+"""Distributing a full tensor that one rank holds."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def block_of(whole: Tensor, layout: Layout, coord: Coord) -> Tensor:
 
 
 def scatter(whole: Tensor, layout: Layout, mesh: DeviceMesh, source: int) -> Tensor | None:
-    """The blocks of the tensor held by the rank whose coord is `source` on each axis; None off the mesh.
+    """The block of this rank of the tensor on the rank whose coord is `source` on each axis; None off the mesh.
 
-    Along the axes that split it the tensor is scattered, along the others the blocks are then broadcast.
+    The tensor is scattered along the axes that split it; then the blocks are broadcast along the other axes.
     """
     split = tuple(sorted(layout.sharded))
     copied = tuple(a for a, n in enumerate(layout.axes.sizes) if a not in layout.sharded and n > 1)
@@ -44,13 +44,13 @@ def scatter(whole: Tensor, layout: Layout, mesh: DeviceMesh, source: int) -> Ten
     if me is None or whole.is_meta or 0 in layout.shape:
         return None if me is None else block_of(whole, layout, me)
     block = whole.new_empty(block_shape(layout, me))
-    # ranks beside the source's plane get theirs in the broadcast
+    # only ranks with the source's coord on the other axes take part in the scatter
     if all(me[a] == source for a in copied):
-        block = _scattered(whole, layout, mesh, source, split, me) if split else whole.contiguous()
+        block = _scatter(whole, layout, mesh, source, split, me) if split else whole.contiguous()
     return _broadcast(block, mesh, source, copied, me) if copied else block.clone()
 
 
-def _scattered(
+def _scatter(
     whole: Tensor, layout: Layout, mesh: DeviceMesh, source: int, axes: tuple[int, ...], me: Coord
 ) -> Tensor:
     root, here = place_of([source] * len(me), axes, layout.axes), place_of(me, axes, layout.axes)
@@ -91,8 +91,8 @@ def _simulated(
 ) -> Tensor:
     names, members = axes_of(mesh), members_of(mesh)
     root = names.number([source] * len(names))
-    held = {r: whole.of_rank(ranks[root]) for ranks in siblings_of(mesh) for r in ranks}
-    blocks = PerRank({r: block_of(held[r], layout, c) for r, c in members.items()})
+    full = {r: whole.of_rank(ranks[root]) for ranks in siblings_of(mesh) for r in ranks}
+    blocks = PerRank({r: block_of(full[r], layout, c) for r, c in members.items()})
     if is_counting():
         itemsize = len(siblings_of(mesh)) * whole.ranks[0].element_size()
         every, kept = math.prod(layout.shape), math.prod(block_shape(layout, names.coord(root)))

@@ -60,16 +60,29 @@ def wait(tensor: Tensor) -> Tensor:
     return _wait(tensor)  # type: ignore[no-any-return]
 
 
+_FUNCTIONAL = {
+    "_c10d_functional::all_gather_into_tensor": "functional.all_gather",
+    "_c10d_functional::all_reduce": "functional.all_reduce",
+    "_c10d_functional::all_to_all_single": "functional.all_to_all",
+    "_c10d_functional::broadcast": "functional.broadcast",
+    "_c10d_functional::reduce_scatter_tensor": "functional.reduce_scatter",
+    "_c10d_functional::wait_tensor": "functional.wait",
+    "_c10d_functional::_wrap_tensor_autograd": "functional.wait",
+}
+
+
 def collective_name(func: Callable[..., Any]) -> str | None:
-    """The name of a collective, such as "all_reduce" or "_c10d_functional::all_reduce"; None for other functions.
+    """The name of a collective, "all_reduce" or "functional.all_reduce"; None for other functions.
+
+    A functional collective that has no function in this module has torch's name, such as "_c10d_functional::isend".
 
     >>> collective_name(torch.ops._c10d_functional.all_reduce.default)
-    '_c10d_functional::all_reduce'
+    'functional.all_reduce'
     >>> collective_name(torch.distributed.all_reduce), collective_name(torch.add)
     ('all_reduce', None)
     """
     name = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", None)
     if name is not None:
-        return str(name) if "c10d" in str(name) else None
+        return _FUNCTIONAL.get(str(name), str(name)) if "c10d" in str(name) else None
     module = getattr(func, "__module__", None) or ""
     return func.__name__ if module.startswith("torch.distributed.distributed_c10d") else None

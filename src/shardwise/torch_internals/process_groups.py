@@ -1,14 +1,16 @@
-"""Process groups by name: creating one under a given name, and finding one."""
+"""Process groups: creating one under a given name, finding one by name, and a world without communication."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
 
-__all__ = ["create_group", "resolve_group"]
+__all__ = ["create_group", "fake_world", "resolve_group"]
 
 
 def create_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -39,3 +41,23 @@ def create_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The group with this name, as functional collectives get it."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Be rank 0 of a world of this size whose collectives do nothing.
+
+    `init_process_group` replaces `sys.excepthook`, and the first fake group makes "fake" the default backend of devices
+    that have none; both are undone at once. The world is destroyed at the end, unless the caller has done so.
+    """
+    hook, defaults = sys.excepthook, dict(dist.Backend.default_device_backend_map)
+    try:
+        dist.init_process_group("fake", rank=0, world_size=size)
+    finally:
+        sys.excepthook = hook
+        dist.Backend.default_device_backend_map = defaults
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
