@@ -13,8 +13,7 @@ from shardwise.torch_internals.process_groups import create_group, fake_world, r
 def members_alone():
     """On one of four ranks: the sums over two groups, after some ranks have created more groups than others."""
     rank = dist.get_rank()
-    if rank in (1, 2):
-        dist.new_group([1, 2], use_local_synchronization=True)
+    extra = create_group("extra", (1, 2)) if rank in (1, 2) else None
     mine = (2, 0) if rank in (0, 2) else (3, 1)
     before = len(dist.distributed_c10d._world.pg_names)
     group = create_group(f"of {mine}", mine)
@@ -28,8 +27,8 @@ def members_alone():
     everyone = dist.new_group([0, 1, 2, 3])
     count = torch.ones(1)
     dist.all_reduce(count, group=everyone)
-    dist.destroy_process_group(everyone)
-    dist.destroy_process_group(group)
+    for created in (everyone, group, *([extra] if extra else [])):
+        dist.destroy_process_group(created)
     return total.item(), count.item()
 
 
