@@ -183,15 +183,14 @@ class Boxes(NamedTuple):
     def _are_in_order(self, runs: list[_Run]) -> bool:
         """Whether boxes one after the other are the block: they split its first factor that is longer than 1."""
         outer = next((d for d, n in enumerate(self.lengths) if n > 1), None)
+        if outer is None:
+            return True
         position = 0
         for run in runs:
-            if run.number > 1 and run.along != outer:
+            (start, count), inner = run.union()[outer], run.first[outer + 1 :]
+            if start != position or any(
+                c != n for (_, c), n in zip(inner, self.lengths[outer + 1 :], strict=True)
+            ):
                 return False
-            if outer is not None:
-                start, count = run.union()[outer]
-                if start != position or [c for _, c in run.first[outer + 1 :]] != list(
-                    self.lengths[outer + 1 :]
-                ):
-                    return False
-                position += count
+            position += count
         return True

@@ -30,9 +30,21 @@ def is_simulated() -> bool:
 def at_simulation_end(callback: Callable[[], object]) -> None:
     """Call a function each time a simulation has ended, normally or by an exception.
 
-    Meant for modules that keep what belongs to a world, such as caches. All callbacks run, even if one raises.
+    Meant for modules with caches of what belongs to a world. All callbacks run, in the order in which they were
+    given, even if one raises; then the first error is raised.
     """
     _at_end.append(callback)
+
+
+def _call_back() -> None:
+    errors = []
+    for callback in (forget_groups, *_at_end):
+        try:
+            callback()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
@@ -73,8 +85,7 @@ def simulate(world_size: int) -> Iterator[None]:
             "  fix: simulate in another process, or call torch.distributed.destroy_process_group() first"
         )
     with ExitStack() as stack:
-        for callback in (forget_groups, *_at_end):
-            stack.callback(callback)
+        stack.callback(_call_back)
         stack.enter_context(restored_mesh_stack())
         # the fake backend sends nothing: collectives run on the blocks of all ranks, in PerRank tensors
         stack.enter_context(fake_world(world_size))
