@@ -1,13 +1,10 @@
 """Recipes give each rank its block, exactly, with a number of ops that does not depend on the number of peers."""
 
-import contextlib
 import itertools
 import math
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.strategies import axes, coords, layouts, many, shapes
@@ -21,6 +18,7 @@ from shardwise.comm.recipe import recipe_for
 from shardwise.comm.tile_grid import tile_grid
 from shardwise.layout import Axes, Factor, Layout, block_shape, owned, parse_layout, refine
 from shardwise.plan import AllGather, plan_redistribute
+from shardwise.torch_internals.process_groups import fake_world
 
 # ---- layouts that are split evenly
 
@@ -132,18 +130,6 @@ def test_what_one_rank_sends_is_what_the_other_receives(pair):
 
 
 # ---- graphs
-
-
-@contextlib.contextmanager
-def fake_world(size):
-    """Be rank 0 of a world whose collectives do nothing."""
-    hook = sys.excepthook
-    dist.init_process_group("fake", rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook
 
 
 def graph_of(source, target):

@@ -89,16 +89,16 @@ class TileGrid(NamedTuple):
         factors = self.factors
         digits = self._peer_digits([f.target for f in factors], [f.source for f in factors])
         free = [d for d in digits if d.value is None]
-        held = [i for i, f in enumerate(factors) if f.source is None]
+        in_block = [i for i, f in enumerate(factors) if f.source is None]
         # a dim that an axis outside of the group splits: all receivers want the same index of it
-        fixed = {i: t.of(self.me) for i in held if (t := factors[i].target) and t.axis not in self.axes}
-        left = [i for i in held if i not in fixed]
+        fixed = {i: t.of(self.me) for i in in_block if (t := factors[i].target) and t.axis not in self.axes}
+        remaining = [i for i in in_block if i not in fixed]
         order = [d.factor for d in free if d.factor is not None]
-        order += [i for i in left if factors[i].target is None]
+        order += [i for i in remaining if factors[i].target is None]
         permutation = Permutation(
-            tuple(factors[i].size for i in held),
-            tuple((held.index(i), fixed[i]) for i in reversed(fixed)),
-            tuple(map(left.index, order)),
+            tuple(factors[i].size for i in in_block),
+            tuple((in_block.index(i), fixed[i]) for i in reversed(fixed)),
+            tuple(map(remaining.index, order)),
             tuple((dim, d.size) for dim, d in enumerate(free) if d.factor is None),
         )
         return Tiles(self._counts(digits, [f.target for f in factors]), permutation)
