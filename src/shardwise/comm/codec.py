@@ -94,7 +94,7 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
     if dtype is torch.float8_e8m0fnu:
         raise LayoutError(
             f"Partial({op}) of {dtype} cannot be reduced.",
-            why="it is a dtype for scales: it has powers of two only, and no zero",
+            why="it is a dtype for scales: powers of two, without a zero",
             fix="x.to(torch.float32) first",
         )
 
