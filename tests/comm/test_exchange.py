@@ -1,4 +1,4 @@
-"""Exchanges put each position where it is wanted, and send exactly what the plan says."""
+"""Exchanges give each rank the positions it wants, and send exactly the bytes of the plan."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import chunked, place_of
 
 
-def wanted_of(whole, layout, moves, coord):
-    """The block a coord should end with, cut out of the whole."""
+def wanted_block(whole, layout, moves, coord):
+    """The block that a coord wants, taken from the full tensor."""
     indices = [list(i) for i in owned(layout, coord)]
     for dim, axes, _, wanted in moves:
         ranges = wanted[place_of(coord, axes, layout.axes)]
@@ -36,27 +36,27 @@ def test_each_rank_gets_what_it_wants_and_the_bytes_are_those_of_the_plan(case, 
         assert ledger.bytes == plan.bytes
         assert ledger.collectives == plan.collectives
         for r, c in members_of(mesh).items():
-            assert torch.equal(got.of_rank(r), wanted_of(whole, layout, moves, c))
+            assert torch.equal(got.of_rank(r), wanted_block(whole, layout, moves, c))
         meta = PerRank({r: torch.empty_like(b, device="meta") for r, b in block._blocks.items()})
         with counting() as ledger:
-            imagined = run(plan, meta, mesh)
+            shapes = run(plan, meta, mesh)
         assert ledger.bytes == plan.bytes
         for r in members_of(mesh):
-            assert imagined.of_rank(r).shape == got.of_rank(r).shape
+            assert shapes.of_rank(r).shape == got.of_rank(r).shape
 
 
-def test_what_nobody_owns_is_not_made_up():
+def test_wanting_a_position_that_no_rank_owns_is_an_error():
     layout = Layout(Axes((2,)), [(Factor(4, (0,)),)])
     move = Move(0, (0,), (((0, 2),), ((2, 4),)), (((0, 5),), ((2, 4),)))
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
         block = PerRank({0: torch.zeros(2), 1: torch.zeros(2)})
-        with pytest.raises(RuntimeError, match="nobody owns"):
+        with pytest.raises(RuntimeError, match="no rank owns"):
             run(plan_exchanges(layout, [move], 4), block, mesh)
 
 
 def halo_program(sizes, cutting, rows, halo):
-    """The blocks after an exchange of halos along dim 0, on this rank; and what was sent."""
+    """Whether the block of this rank is right after a halo exchange along dim 0, and the bytes counted and planned."""
     mesh = sw.init_device_mesh("cpu", sizes)
     on = Axes(sizes)
     layout = Layout(on, [(Factor(rows, cutting),), (Factor(3),)])
@@ -70,7 +70,7 @@ def halo_program(sizes, cutting, rows, halo):
     right = on_mesh(
         mesh,
         lambda c, b: torch.tensor(
-            torch.equal(b, wanted_of(whole, layout, [Move(0, layout.dims[0][0].axes, (), wanted)], c))
+            torch.equal(b, wanted_block(whole, layout, [Move(0, layout.dims[0][0].axes, (), wanted)], c))
         ),
         got,
     )

@@ -1,3 +1,5 @@
+"""Launching functions on local processes: results, failures, persistent workers, scripts."""
+
 import _thread
 import functools
 import gc
@@ -20,8 +22,8 @@ import torch.distributed as dist
 
 from shardwise.comm.launch import LaunchError, Workers, launch
 
-# What fails is mostly run through a lambda: those fork, which takes a tenth of a second and not two. After the
-# start there is one mechanism for both.
+# Tests of failures mostly launch a lambda or closure: those fork, which takes a tenth of a second instead of two.
+# After the start, forks and new interpreters run the same code.
 
 
 def total(x: torch.Tensor, scale: int = 1) -> tuple[int, torch.Tensor]:
@@ -93,7 +95,7 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # where nobody reaps orphans they stay as zombies
+    # orphans that init does not reap stay as zombies
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -102,7 +104,7 @@ def note_pid(folder: Path) -> None:
     (folder / str(os.getpid())).touch()
 
 
-def noted(folder: Path) -> list[int]:
+def noted_pids(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.iterdir()]
 
 
@@ -114,7 +116,7 @@ def pids(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "temp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -135,7 +137,7 @@ class Clock:
 # ---- results
 
 
-def test_results_come_by_rank_from_fresh_processes() -> None:
+def test_results_are_by_rank() -> None:
     results = launch(total_and_path, 2, torch.ones(2, 3), 10)
     assert [rank for rank, _, _ in results] == [0, 1]
     for _, y, path in results:
@@ -163,11 +165,11 @@ def test_a_lambda_among_the_arguments_runs_in_forks() -> None:
     assert launch(functools.reduce, 2, lambda a, b: a + b, [1, 2, 3]) == [6, 6]
 
 
-def test_one_process_will_do() -> None:
+def test_one_process() -> None:
     assert launch(lambda: dist.get_world_size(), 1) == [1]
 
 
-def test_tensors_come_by_value() -> None:
+def test_tensors_are_returned_by_value() -> None:
     def body() -> dict[str, object]:
         x = torch.arange(6.0, requires_grad=True)
         return {
@@ -184,7 +186,7 @@ def test_tensors_come_by_value() -> None:
         assert not result["leaf"].is_shared()
 
 
-def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_passed_through(capfd: pytest.CaptureFixture[str]) -> None:
     launch(lambda: sys.stdout.write(f"out {dist.get_rank()}"), 2)
     launch(lambda: sys.stderr.write(f"err {dist.get_rank()}\n"), 2)
     out, err = capfd.readouterr()
@@ -193,7 +195,7 @@ def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(err.split("\n")) == ["", "err 0", "err 1"]
 
 
-def test_a_rank_that_is_stopped_has_printed(
+def test_the_output_of_a_killed_rank_is_not_lost(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "")
@@ -216,20 +218,20 @@ def test_an_exception_names_its_rank_and_stops_the_rest(pids: Path) -> None:
     assert caught.value.rank == 1
     assert "in boom" in caught.value.traceback
     assert "in boom" in str(caught.value)
-    assert "workers.py" not in caught.value.traceback
+    assert "worker_process.py" not in caught.value.traceback
     assert "stopped before the end: ranks 0, 2" in str(caught.value)
-    assert len(noted(pids)) == 3
-    assert not any(map(alive, noted(pids)))
+    assert len(noted_pids(pids)) == 3
+    assert not any(map(alive, noted_pids(pids)))
 
 
-def test_an_exception_on_all_ranks_is_told_once() -> None:
+def test_an_exception_on_all_ranks_is_reported_once() -> None:
     def body() -> None:
         time.sleep(0 if dist.get_rank() else 0.2)
         boom()
 
     with Clock() as clock, pytest.raises(LaunchError, match="rank 0 of 3 raised ValueError: boom") as caught:
         launch(body, 3)
-    assert clock.seconds < 1.5  # all have answered, so nobody is waited for
+    assert clock.seconds < 1.5  # all have answered, so there is no wait
     assert "so did every other rank" in str(caught.value)
 
 
@@ -256,7 +258,7 @@ def test_a_rank_that_exits_is_named(pids: Path, code: int) -> None:
         launch(body, 3)
     assert clock.seconds < 3
     assert caught.value.rank == 1
-    assert not any(map(alive, noted(pids)))
+    assert not any(map(alive, noted_pids(pids)))
 
 
 def test_a_rank_that_is_killed_is_named(pids: Path) -> None:
@@ -268,10 +270,10 @@ def test_a_rank_that_is_killed_is_named(pids: Path) -> None:
         launch(body, 2)
     assert clock.seconds < 3
     assert caught.value.rank == 0
-    assert not any(map(alive, noted(pids)))
+    assert not any(map(alive, noted_pids(pids)))
 
 
-def test_a_death_is_seen_though_a_grandchild_holds_the_pipe(pids: Path) -> None:
+def test_a_death_is_noticed_although_a_grandchild_holds_the_pipe(pids: Path) -> None:
     def body() -> None:
         if dist.get_rank() == 1:
             grandchild = os.fork()
@@ -285,14 +287,14 @@ def test_a_death_is_seen_though_a_grandchild_holds_the_pipe(pids: Path) -> None:
     with Clock() as clock, pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3"):
         launch(body, 2)
     assert clock.seconds < 4.5
-    assert len(noted(pids)) == 2
-    assert wait_for(lambda: not any(map(alive, noted(pids))))
+    assert len(noted_pids(pids)) == 2
+    assert wait_for(lambda: not any(map(alive, noted_pids(pids))))
 
 
-def test_a_broken_connection_is_not_blamed_on_the_one_who_sees_it() -> None:
+def test_a_broken_connection_is_not_the_first_failure() -> None:
     def body() -> None:
         if dist.get_rank() == 1:
-            dist.destroy_process_group()  # as a `finally` does: the others see the end before the reason
+            dist.destroy_process_group()  # like a `finally` clause: the others see the broken connection first
             time.sleep(0.5)
             boom()
         dist.barrier()
@@ -302,7 +304,7 @@ def test_a_broken_connection_is_not_blamed_on_the_one_who_sees_it() -> None:
     assert "then failed: rank 0" in str(caught.value)
 
 
-def test_a_broken_connection_alone_says_why() -> None:
+def test_a_broken_connection_is_explained() -> None:
     def body() -> None:
         if dist.get_rank() == 1:
             dist.destroy_process_group()
@@ -318,7 +320,7 @@ def test_sys_exit_is_a_failure() -> None:
         launch(lambda: sys.exit(4), 2)
 
 
-def test_a_timeout_says_where_each_rank_is(pids: Path) -> None:
+def test_a_timeout_shows_the_stack_of_each_rank(pids: Path) -> None:
     def body() -> None:
         note_pid(pids)
         only_on(1, sleep)
@@ -331,10 +333,10 @@ def test_a_timeout_says_where_each_rank_is(pids: Path) -> None:
     assert clock.seconds < 4
     assert "in barrier" in caught.value.traceback
     assert "in sleep" in caught.value.traceback
-    assert not any(map(alive, noted(pids)))
+    assert not any(map(alive, noted_pids(pids)))
 
 
-def test_a_result_that_cannot_be_sent_says_so() -> None:
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(
         LaunchError, match=r"(?s)type generator that cannot be sent.*fix: return plain tensors"
     ):
@@ -342,17 +344,17 @@ def test_a_result_that_cannot_be_sent_says_so() -> None:
 
 
 @pytest.fixture
-def heard() -> Iterator[None]:
-    """Ctrl-C reaches Python, also where the tests run in the background and the shell has it ignored."""
+def sigint_handled() -> Iterator[None]:
+    """Let Python handle Ctrl-C, also if the tests run in the background and the shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("sigint_handled")
 def test_ctrl_c_stops_the_workers(pids: Path) -> None:
     def interrupt() -> None:
-        wait_for(lambda: len(noted(pids)) == 2)
+        wait_for(lambda: len(noted_pids(pids)) == 2)
         _thread.interrupt_main()
 
     def body() -> None:
@@ -365,8 +367,8 @@ def test_ctrl_c_stops_the_workers(pids: Path) -> None:
         launch(body, 2)
     thread.join()
     assert clock.seconds < 4.5
-    assert len(noted(pids)) == 2
-    assert not any(map(alive, noted(pids)))
+    assert len(noted_pids(pids)) == 2
+    assert not any(map(alive, noted_pids(pids)))
 
 
 def test_the_error_can_be_pickled() -> None:
@@ -378,13 +380,15 @@ def test_the_error_can_be_pickled() -> None:
     ("fn", "nprocs", "timeout", "error", "match"),
     [
         (3, 2, None, TypeError, "fn is 3.*fix: pass the function"),
-        (boom, 2.0, None, TypeError, "nprocs is 2.0.*fix: pass a whole number"),
+        (boom, 2.0, None, TypeError, "nprocs is 2.0.*fix: pass an int"),
         (boom, True, None, TypeError, "nprocs is True"),
-        (boom, 0, None, ValueError, "nprocs is 0.*fix: pass 1 or more"),
-        (boom, 2, 0, ValueError, "timeout is 0.*fix: pass seconds above 0"),
+        (boom, 0, None, ValueError, "nprocs is 0.*fix: launch"),
+        (boom, 2, 0, ValueError, "timeout is 0.*fix: pass a number above 0"),
     ],
 )
-def test_bad_input(fn: object, nprocs: object, timeout: float, error: type[Exception], match: str) -> None:
+def test_invalid_arguments(
+    fn: object, nprocs: object, timeout: float, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=f"(?s){match}"):
         launch(fn, nprocs, timeout=timeout)  # type: ignore[arg-type]
 
@@ -405,11 +409,11 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture
 def temp_of_workers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """For tests after which the shared workers have been started anew, and still need their folder."""
+    """For tests that restart the shared workers, whose folder outlives the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.getbasetemp()))
 
 
-def test_workers_stay(workers: Workers) -> None:
+def test_workers_are_reused(workers: Workers) -> None:
     before = workers.run(threads)
     assert len({pid for pid, _ in before} | {os.getpid()}) == 3
     if "OMP_NUM_THREADS" not in os.environ:
@@ -418,7 +422,7 @@ def test_workers_stay(workers: Workers) -> None:
     assert workers.run(threads) == before
 
 
-def test_workers_stay_when_all_ranks_raise(workers: Workers) -> None:
+def test_workers_are_reused_after_an_exception_on_all_ranks(workers: Workers) -> None:
     before = workers.run(threads)
     with pytest.raises(LaunchError, match="rank 0 of 2 raised ValueError: boom"):
         workers.run(boom)
@@ -430,7 +434,7 @@ def test_workers_stay_when_all_ranks_raise(workers: Workers) -> None:
 
 @pytest.mark.usefixtures("temp_of_workers")
 @pytest.mark.parametrize("failing", [boom_on, die_on])
-def test_workers_start_anew_when_a_rank_fails(workers: Workers, failing: Callable[[int], None]) -> None:
+def test_workers_restart_after_a_rank_failed(workers: Workers, failing: Callable[[int], None]) -> None:
     before = [pid for pid, _ in workers.run(threads)]
     with pytest.raises(LaunchError, match="rank 1 of 2"):
         workers.run(failing, 1)
@@ -439,7 +443,7 @@ def test_workers_start_anew_when_a_rank_fails(workers: Workers, failing: Callabl
 
 
 @pytest.mark.usefixtures("temp_of_workers")
-def test_workers_start_anew_when_the_group_is_gone_or_they_were_killed_idle(workers: Workers) -> None:
+def test_workers_restart_when_the_group_is_destroyed_or_a_worker_killed(workers: Workers) -> None:
     first = workers.run(leave_group)
     second = [pid for pid, _ in workers.run(threads)]
     assert not set(first) & set(second)
@@ -449,7 +453,7 @@ def test_workers_start_anew_when_the_group_is_gone_or_they_were_killed_idle(work
     assert not any(map(alive, [*first, *second]))
 
 
-def test_workers_say_what_they_cannot_import(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_report_what_they_cannot_import(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"(?s)lambda.*fix: define it at module level"):
         workers.run(lambda: 1)
     monkeypatch.setattr(threads, "__module__", "loaded_from_nowhere")
@@ -458,16 +462,16 @@ def test_workers_say_what_they_cannot_import(workers: Workers, monkeypatch: pyte
         workers.run(threads)
 
 
-def test_workers_that_are_closed_say_so() -> None:
+def test_run_after_close_is_an_error() -> None:
     with Clock() as clock, Workers(1) as pool:
         pass
-    assert clock.seconds < 1  # no need to wait for torch to load
+    assert clock.seconds < 1  # closing does not wait for torch to load
     pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="after close"):
         pool.run(threads)
 
 
-def test_workers_that_are_forgotten_end() -> None:
+def test_unreferenced_workers_exit() -> None:
     pool = Workers(1)
     [(pid, _)] = pool.run(threads)
     del pool
@@ -497,7 +501,7 @@ SCRIPT = """
         assert all(isinstance(r, Pair) for r in results)
         assert not dist.is_initialized()
         who = "own" if os.getpid() in [r.a for r in results] else "other"
-        # in one piece: torchrun's processes are unbuffered and share this pipe
+        # in one write: the processes of torchrun are unbuffered and share this pipe
         os.write(1, f"{who} {[r.b for r in results]}\\n".encode())
 """
 
@@ -522,7 +526,7 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout == "own [(21, 'word'), (21, 'word')]\n" * 2, done.stderr
 
 
-def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_an_error(tmp_path: Path) -> None:
     done = run_script(
         tmp_path, SCRIPT.replace('__name__ == "__main__"', "True").replace("body, 2,", "body, 1,")
     )
@@ -530,7 +534,7 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
 
-def test_under_torchrun_the_numbers_have_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_nprocs_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -570,15 +574,15 @@ ORPHANS = """
 """
 
 
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path, pids: Path) -> None:
+def test_workers_exit_when_their_parent_is_killed(tmp_path: Path, pids: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(ORPHANS))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": tempfile.gettempdir()}
     bystander = tmp_path / "bystander"
     with subprocess.Popen([sys.executable, str(script), str(bystander), str(pids)], env=env) as parent:
-        assert wait_for(lambda: len(noted(pids)) == 3 and bystander.exists(), 30)
+        assert wait_for(lambda: len(noted_pids(pids)) == 3 and bystander.exists(), 30)
         parent.kill()
-    assert wait_for(lambda: not any(map(alive, noted(pids))))
+    assert wait_for(lambda: not any(map(alive, noted_pids(pids))))
     assert wait_for(lambda: not list(Path(tempfile.gettempdir()).iterdir()))
     assert alive(int(bystander.read_text()))
     os.kill(int(bystander.read_text()), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Meshes: their axes, who is where, and who talks to whom; in a simulation and on real processes."""
+"""Meshes: axes, coords of ranks, groups; in a simulation and on real processes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def grid(*shape):
     return torch.arange(float(math.prod(shape))).view(shape)
 
 
-# ---- who is where
+# ---- coords
 
 
 @given(axes(), st.randoms(use_true_random=False), st.integers(0, 3))
-def test_every_rank_of_a_mesh_has_the_coord_where_it_stands(on, rng, more):
+def test_each_rank_has_its_coord(on, rng, more):
     ranks = rng.sample(range(on.count + more), on.count)
     with simulate(on.count + more):
         mesh = sw.DeviceMesh("cpu", torch.tensor(ranks).view(on.sizes), mesh_dim_names=on.names)
@@ -52,7 +52,7 @@ def test_every_rank_of_a_mesh_has_the_coord_where_it_stands(on, rng, more):
         assert coord_of(mesh) == members.get(0)
 
 
-def test_axes_without_a_name_are_called_by_number():
+def test_axes_without_names_are_numbered():
     with simulate(4):
         mesh = init_device_mesh("cpu", (2, 2))
         assert axes_of(mesh) == Axes((2, 2), ("0", "1"))
@@ -61,7 +61,7 @@ def test_axes_without_a_name_are_called_by_number():
 
 
 @given(axes(), st.data())
-def test_peers_differ_on_the_given_axes_alone(on, data):
+def test_peers_differ_only_on_the_given_axes(on, data):
     coord = tuple(data.draw(st.integers(0, n - 1)) for n in on.sizes)
     chosen = tuple(sorted(data.draw(st.sets(st.integers(0, len(on) - 1)))))
     peers = peers_of(coord, chosen, on.sizes)
@@ -81,7 +81,7 @@ def test_a_sub_mesh_has_siblings():
         assert siblings_of(mesh) == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_siblings_of_a_mesh_of_other_order():
+def test_siblings_of_a_permuted_mesh():
     with simulate(4):
         mesh = sw.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("x", "y"))
         assert sorted(siblings_of(mesh["x"])) == [[1, 2], [3, 0]]
@@ -90,7 +90,7 @@ def test_siblings_of_a_mesh_of_other_order():
         assert [t.item() for t in x.full_tensor().ranks] == [1001, 110, 110, 1001]
 
 
-# ---- the mesh around a call
+# ---- the current mesh
 
 
 def test_the_current_mesh_is_the_one_given_or_the_innermost():
@@ -108,23 +108,23 @@ def test_the_current_mesh_is_the_one_given_or_the_innermost():
             current_mesh(4, "f")
 
 
-# ---- what is kept for a mesh
+# ---- caches
 
 
-def test_what_is_kept_for_a_mesh_is_made_once_and_goes_with_it():
-    store, made = PerMesh(), []
+def test_a_cached_value_is_computed_once_and_lives_as_long_as_the_mesh():
+    store, calls = PerMesh(), []
     with simulate(2):
         a, b = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
         assert a == b
         for mesh in (a, a, b, b):
-            store.get(mesh, "key", lambda: made.append(1))
-        assert len(made) == 2  # equal meshes do not share
+            store.get(mesh, "key", lambda: calls.append(1))
+        assert len(calls) == 2  # equal meshes do not share
         del a, b, mesh
     gc.collect()
     assert not store._kept
 
 
-def test_a_store_may_be_bounded():
+def test_a_cache_can_be_bounded():
     store = PerMesh(most=3)
     with simulate(1):
         mesh = init_device_mesh("cpu", (1,))
@@ -133,7 +133,7 @@ def test_a_store_may_be_bounded():
         assert list(store._kept[id(mesh)]) == [7, 8, 9]
 
 
-def test_meshes_of_worlds_that_are_gone_leave_nothing_in_the_way():
+def test_meshes_of_earlier_simulations_do_not_interfere():
     for n in (2, 4, 2, 4):
         with simulate(n):
             mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
@@ -146,7 +146,7 @@ def test_meshes_of_worlds_that_are_gone_leave_nothing_in_the_way():
 MESHES = {
     "a line": ([0, 1, 2, 3], ("a",)),
     "a square": ([[0, 1], [2, 3]], ("a", "b")),
-    "a square of other order": ([[3, 1], [0, 2]], ("a", "b")),
+    "a permuted square": ([[3, 1], [0, 2]], ("a", "b")),
     "three of four": ([1, 3, 2], ("a",)),
     "two of four, on two axes": ([[3], [1]], ("a", "b")),
     "one": ([2], ("a",)),
@@ -154,8 +154,8 @@ MESHES = {
 }
 
 
-def every_move(ranks, names):
-    """On one rank: the whole tensor after every redistribution, which all of the mesh's ranks must agree on."""
+def every_redistribution(ranks, names):
+    """On one rank: whether it is on the mesh, and the redistributions whose full tensor is wrong."""
     mesh = sw.DeviceMesh("cpu", ranks, mesh_dim_names=names)
     some = (Shard(0), Shard(1), R)
     on = mesh.get_coordinate() is not None
@@ -172,28 +172,28 @@ def every_move(ranks, names):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_real_meshes_of_all_kinds(workers, name):
+def test_redistributions_on_real_meshes(workers, name):
     ranks, names = MESHES[name]
-    found = workers.run(every_move, ranks, names)
+    found = workers.run(every_redistribution, ranks, names)
     assert [wrong for _, wrong in found] == [[]] * 4
     assert [on for on, _ in found] == [r in torch.tensor(ranks).flatten().tolist() for r in range(4)]
 
 
 def on_two_meshes():
-    """On one of five ranks: a tensor on four of them, of which two have been on another mesh before."""
+    """On one of five ranks: a tensor on four of them, two of which are on another mesh, too."""
     sw.DeviceMesh("cpu", [0, 1])
     mesh = sw.DeviceMesh("cpu", [[0, 1], [2, 3]])
     return distribute_tensor(grid(8), mesh, [Shard(0), Shard(0)]).full_tensor().tolist()
 
 
 def test_ranks_with_different_numbers_of_groups_find_each_other():
-    # torch names the groups that only their members make by how many groups a process has
+    # torch derives the names of groups that only their members create from the number of groups of a process
     found = sw.launch(lambda: on_two_meshes(), 5, timeout=60)
     assert found == [list(range(8))] * 4 + [[]]
 
 
 def off_the_mesh():
-    """On a rank that is not on the mesh: it makes and moves tensors, holds nothing, and does not hang."""
+    """On each rank, some of which are not on the mesh: create and redistribute tensors."""
     mesh = sw.DeviceMesh("cpu", [0, 2])
     x = distribute_tensor(grid(4).requires_grad_(), mesh, [Shard(0)])
     y = x.redistribute(placements=[R]).redistribute(placements=[Shard(0)])
@@ -203,16 +203,16 @@ def off_the_mesh():
     return [(tuple(t.shape), tuple(t.to_local().shape), repr(t)) for t in seen], x.requires_grad
 
 
-def test_a_rank_off_the_mesh_holds_nothing_and_does_not_hang(workers):
-    for rank, (seen, wants) in enumerate(workers.run(off_the_mesh)):
+def test_a_rank_off_the_mesh_has_empty_blocks_and_does_not_hang(workers):
+    for rank, (seen, requires_grad) in enumerate(workers.run(off_the_mesh)):
         assert [shape for shape, _, _ in seen] == [(4,), (4,), (2,), (5,), (2,)]
         blocks = [(2,), (2,), (2,), (3 - rank // 2,), (2,)]
         assert [block for _, block, _ in seen] == (blocks if rank in (0, 2) else [(0,)] * 5)
-        assert wants
+        assert requires_grad
 
 
 def checked(kind):
-    """On one rank: the error of a check that fails, or what came out of it."""
+    """On one rank: the error of `run_check`, or the shape and the full tensor."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank = dist.get_rank()
     try:
@@ -229,7 +229,7 @@ def checked(kind):
                 x = DTensor.from_local(
                     torch.full((3 - rank // 2, 3), float(rank // 2)), mesh, [Shard(0), R], run_check=True
                 )
-            case "all is well":
+            case "valid":
                 x = DTensor.from_local(grid(2, 3) + rank % 2, mesh, [R, Shard(1)], run_check=True)
     except LayoutError as error:
         return str(error)
@@ -237,7 +237,7 @@ def checked(kind):
 
 
 @pytest.mark.parametrize("kind", ["differs on one rank", "not chunks", "another dtype"])
-def test_a_check_that_fails_fails_alike_on_all_ranks(workers, kind):
+def test_a_failing_check_raises_the_same_error_on_all_ranks(workers, kind):
     first, *others = workers.run(checked, kind)
     assert isinstance(first, str)
     assert "\n  why: " in first
@@ -245,17 +245,17 @@ def test_a_check_that_fails_fails_alike_on_all_ranks(workers, kind):
     assert others == [first] * 3
 
 
-def test_a_check_that_passes_knows_the_shape(workers):
+def test_a_passing_check_finds_the_global_shape(workers):
     for shape, whole in workers.run(checked, "uneven"):
         assert shape == (5, 3)
         assert whole[:, 0].tolist() == [0, 0, 0, 1, 1]
-    for shape, whole in workers.run(checked, "all is well"):
+    for shape, whole in workers.run(checked, "valid"):
         assert shape == (2, 6)
         assert torch.equal(whole, torch.cat([grid(2, 3), grid(2, 3) + 1], 1))
 
 
 def answers():
-    """On one rank: what is asked of tensors whose blocks would answer otherwise."""
+    """On one rank: values of tensors whose blocks alone have other values."""
     mesh = init_device_mesh("cpu", (4,))
     rank = dist.get_rank()
     x, y = (distribute_tensor(grid(5, 3), mesh, [Shard(0)]) for _ in range(2))
@@ -282,6 +282,6 @@ def answers():
     ]
 
 
-def test_real_ranks_all_give_the_answer_of_the_whole(workers):
+def test_all_real_ranks_return_the_value_of_the_full_tensor(workers):
     expected = [True, False, True, False, 105.0, 7.0, True, False, 14, 6.0, 3.0, 16.0, 12.0, True]
     assert workers.run(answers) == [expected] * 4

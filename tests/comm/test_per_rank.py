@@ -1,4 +1,4 @@
-"""PerRank: one tensor per rank, each with its own graph; and what cannot be told in one program's words."""
+"""PerRank: one tensor per rank, each with its own graph; errors where a value differs between ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -22,12 +23,12 @@ EXPLAINED = r"[\s\S]*\n  why: .+\n  fix: .+"
 
 
 def numbered(n=4, shape=(2, 2)):
-    """The rank, on each rank."""
+    """A tensor full of the rank, on each rank."""
     return PerRank({r: torch.full(shape, float(r)) for r in range(n)})
 
 
 def growing(n=4):
-    """As many rows as the rank says."""
+    """A tensor with as many rows as its rank, on each rank."""
     return PerRank({r: torch.full((r, 2), float(r), requires_grad=True) for r in range(n)})
 
 
@@ -59,7 +60,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_op_is_done_on_each_rank(name):
+def test_an_op_applies_to_each_rank(name):
     x = numbered()
     got = OPS[name](x)
     assert isinstance(got, PerRank)
@@ -75,7 +76,7 @@ def test_blocks_may_differ_in_shape(sizes):
     assert x.dim() == 1
 
 
-def test_several_results_are_each_per_rank():
+def test_each_of_several_results_is_per_rank():
     x = numbered()
     values, indices = x.max(dim=0)
     assert [v.tolist() for v in values.ranks] == [[r, r] for r in range(4)]
@@ -94,34 +95,34 @@ def test_in_place_ops_change_the_blocks():
     assert [b.tolist() for b in blocks] == [[[r - 5.0] * 2, [r - 10.0] * 2] for r in range(4)]
 
 
-def test_its_ranks():
+def test_ranks_and_blocks():
     x = PerRank({3: torch.zeros(2), 1: torch.ones(2)})
     assert x.of_rank(1).tolist() == [1, 1]
     assert [t.tolist() for t in x.ranks] == [[0, 0], [1, 1]]
     assert repr(x) == "PerRank(\n  3: tensor([0., 0.])\n  1: tensor([1., 1.])\n)"
-    with pytest.raises(RuntimeError, match=r"different ranks met: \(3, 1\) and \(0, 1, 2, 3\)" + EXPLAINED):
+    with pytest.raises(RuntimeError, match=r"have different ranks: \(3, 1\) and \(0, 1, 2, 3\)" + EXPLAINED):
         x + numbered()
     with pytest.raises(ValueError, match=EXPLAINED):
         PerRank({})
 
 
-def test_spread_gives_each_rank_memory_of_its_own():
+def test_spread_copies_for_each_rank():
     x = spread(torch.zeros(2), range(3))
     x.ranks[1].fill_(1)
     assert [t.tolist() for t in x.ranks] == [[0, 0], [1, 1], [0, 0]]
 
 
-def test_copies_of_it():
-    for copied in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), saved):
+def test_copies():
+    for copy_of in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), save_and_load):
         x = numbered()
-        y = copied(x)
+        y = copy_of(x)
         assert isinstance(y, PerRank)
         assert list(y._blocks) == [0, 1, 2, 3]
         y.zero_()
         assert [t[0, 0].item() for t in x.ranks] == [0, 1, 2, 3]
 
 
-def saved(x):
+def save_and_load(x):
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
@@ -131,7 +132,7 @@ def saved(x):
 # ---- values
 
 
-def test_what_is_the_same_on_all_ranks_is_told():
+def test_values_that_are_equal_on_all_ranks():
     x = PerRank({r: torch.tensor([[1.5, 2.0]]) for r in range(3)})
     assert (x.shape, x.size(), x.ndim, x.numel(), len(x)) == ((1, 2), (1, 2), 2, 2, 1)
     assert (x.dtype, x.device.type, x.is_contiguous(), x.stride()) == (torch.float32, "cpu", True, (2, 1))
@@ -150,7 +151,7 @@ def test_what_is_the_same_on_all_ranks_is_told():
     assert math.isnan(nan.tolist()[0])
 
 
-ASKED = {
+QUERIES = {
     "shape": lambda x: x.shape,
     "size": lambda x: x.size(),
     "numel": lambda x: x.numel(),
@@ -165,23 +166,23 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_differs_between_ranks_is_a_clear_error(name):
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_value_that_differs_between_ranks_is_an_error(name):
     with pytest.raises(RuntimeError, match=EXPLAINED) as caught:
-        ASKED[name](growing())
+        QUERIES[name](growing())
     what, why, fix = str(caught.value).split("\n  ")[0], *str(caught.value).split("\n  ")[-2:]
     assert what.startswith(f"{name} differs between the simulated ranks (rank 0: ")
     assert "one program runs for all ranks" in why
     assert "x.ranks" in fix
 
 
-def test_dtypes_that_differ_are_told_by_name():
+def test_the_error_names_the_attribute():
     x = PerRank({0: torch.ones(2), 1: torch.ones(2, dtype=torch.int64)})
     with pytest.raises(RuntimeError, match=r"^dtype differs .*torch.float32.*torch.int64"):
         x.dtype  # noqa: B018 - reading it is the test
 
 
-def test_long_errors_are_cut():
+def test_long_errors_are_truncated():
     x = PerRank({r: torch.ones(r) for r in range(50)})
     with pytest.raises(RuntimeError, match="…") as caught:
         x.numel()
@@ -236,7 +237,7 @@ def test_autograd_grad_once_and_twice():
         torch.autograd.grad((x * 2).sum(), [x, y])
 
 
-def test_a_rank_whose_block_took_no_part_has_gradient_zero():
+def test_the_gradient_of_an_unused_block_is_zero():
     x = numbered().requires_grad_()
     with simulate(4):
         per_rank(
@@ -258,7 +259,7 @@ def test_hooks_run_on_each_rank():
     assert [g[0, 0].item() for g in x.grad.ranks] == [11] * 4
 
 
-def test_a_plain_tensor_that_wants_a_gradient_is_a_clear_error():
+def test_a_plain_tensor_that_requires_grad_is_an_error():
     w = torch.ones(2, 2, requires_grad=True)
     x = numbered()
     for call in (
@@ -276,7 +277,7 @@ def test_a_plain_tensor_that_wants_a_gradient_is_a_clear_error():
         assert isinstance(x @ w, PerRank)
     assert isinstance(x @ w.detach(), PerRank)
     with simulate(4):
-        mine = per_rank(lambda rank: w.detach().clone().requires_grad_())  # as the error says
+        mine = per_rank(lambda rank: w.detach().clone().requires_grad_())  # the fix in the error
         (x @ mine).sum().backward()
     assert [g[0, 0].item() for g in mine.grad.ranks] == [0, 2, 4, 6]
 
@@ -301,21 +302,21 @@ def test_the_function_is_called_once_for_each_rank():
     assert [t.tolist() for t in x.ranks] == [[], [1], [2, 2]]
 
 
-def test_values_that_go_in_are_the_ranks_own():
+def test_the_function_gets_the_blocks_of_its_rank():
     with simulate(3):
         x = per_rank(lambda rank: torch.tensor([rank]))
         y = per_rank(lambda rank, a, b, c, d: a + b + c["k"][0] + d, x, 10, {"k": [x]}, torch.tensor([100]))
         assert [t.item() for t in y.ranks] == [110, 112, 114]
 
 
-def test_values_of_some_ranks_are_worked_on_by_those():
+def test_values_of_some_ranks_are_mapped_over_those():
     with simulate(4):
         x = PerRank({1: torch.tensor([1]), 3: torch.tensor([3])})
         y = per_rank(lambda rank, t: t * rank, x)
         assert {r: t.item() for r, t in y._blocks.items()} == {1: 1, 3: 9}
 
 
-def test_results_of_all_kinds():
+def test_kinds_of_results():
     with simulate(2):
         assert per_rank(lambda rank: None) is None
         assert per_rank(lambda rank: ("same", 3)) == ("same", 3)
@@ -340,12 +341,12 @@ def test_results_of_all_kinds():
         lambda rank: np.ones((1 + rank, 2)),
     ],
 )
-def test_results_that_differ_and_are_no_tensors_are_an_error(fn):
+def test_results_that_differ_and_are_not_tensors_are_an_error(fn):
     with simulate(2), pytest.raises(RuntimeError, match=r"differs between the simulated ranks" + EXPLAINED):
         per_rank(fn)
 
 
-def test_what_all_ranks_hold_is_not_one_ranks():
+def test_a_block_is_not_a_distributed_tensor():
     with simulate(2):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(2), mesh)
@@ -355,12 +356,13 @@ def test_what_all_ranks_hold_is_not_one_ranks():
             per_rank(lambda rank: numbered(2))
 
 
-def test_an_exception_in_the_function_comes_out_as_it_is():
+def test_an_exception_in_the_function_propagates():
     with simulate(3), pytest.raises(ZeroDivisionError):
         per_rank(lambda rank: 1 // (2 - rank))
 
 
-def test_outside_of_a_simulation_the_function_is_called_once():
+def test_outside_of_a_simulation_the_function_is_called_once(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group replaces it
     assert per_rank(lambda rank, x: (rank, x + 1), torch.ones(1)) == (0, torch.tensor([2.0]))
     dist.init_process_group("fake", rank=2, world_size=3)
     try:
@@ -373,7 +375,7 @@ def rank_and_value(x):
     return per_rank(lambda rank, t: (rank, t + rank), x)
 
 
-def test_on_real_processes_each_calls_it_for_itself(workers):
+def test_on_real_processes_each_rank_calls_the_function(workers):
     found = workers.run(rank_and_value, torch.zeros(1))
     assert [(rank, t.item()) for rank, t in found] == [(r, r) for r in range(4)]
 

@@ -20,7 +20,7 @@ from shardwise.comm.mesh import (
 from shardwise.comm.per_rank import PerRank, map_ranks, spread
 from shardwise.comm.run import run, start
 from shardwise.comm.scatter import block_of, scatter
-from shardwise.comm.simulate import is_simulated, on_mesh, per_rank, simulate
+from shardwise.comm.simulate import at_simulation_end, is_simulated, on_mesh, per_rank, simulate
 from shardwise.comm.sparse_parts import (
     cut_sparse,
     detached,
@@ -40,6 +40,7 @@ __all__ = [
     "PerRank",
     "Sent",
     "agreed",
+    "at_simulation_end",
     "axes_of",
     "block_of",
     "bytes_of",

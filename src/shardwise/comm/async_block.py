@@ -1,4 +1,4 @@
-"""A block that is still on its way."""
+"""The block of a collective that has not completed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ __all__ = ["Pending"]
 
 
 class Pending:
-    """A block that a collective has yet to deliver; `wait` gives it, once and for all."""
+    """The result of a collective that has been started. `wait` completes it, once."""
 
     __slots__ = ("_block", "_finish", "device")
 
     def __init__(self, finish: Callable[[], Tensor], device: torch.device) -> None:
         self.device = device
-        self._finish: Callable[[], Tensor] | None = finish
+        self._finish = finish
         self._block: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The block, after the collective has ended."""
-        if self._finish is not None:
-            self._block, self._finish = self._finish(), None
+        """The block, after the collective has completed."""
         if self._block is None:
-            raise RuntimeError("a pending block was waited for while it was being finished")
+            self._block = self._finish()
+            del self._finish  # it holds the source block
         return self._block

@@ -1,4 +1,4 @@
-"""A number that all ranks of a mesh are to have alike."""
+"""A number that all ranks of a mesh agree on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["agreed"]
 
 
 def agreed(mesh: DeviceMesh, number: int) -> int:
-    """The number (of 64 bits) that the first rank of the mesh has: 8 bytes along each axis."""
+    """The number (64 bits, unsigned) of the first rank of the mesh: a broadcast of 8 bytes along each axis."""
     axes = axes_of(mesh)
     if is_simulated() or coord_of(mesh) is None or axes.count == 1:
         return number
     signed = number - 2**64 if number >= 2**63 else number
-    held = torch.tensor([signed], dtype=torch.int64, device=mesh.device_type)
+    value = torch.tensor([signed], dtype=torch.int64, device=mesh.device_type)
     for i, size in enumerate(axes.sizes):
         if size == 1:
             continue
         group = mesh.get_group(i)
-        dist.broadcast(held, dist.get_global_rank(group, 0), group)
+        dist.broadcast(value, dist.get_global_rank(group, 0), group)
         if is_counting():
             sent = Fraction(8 * (size - 1) if dist.get_rank(group) == 0 else 0)
             record(Sent("agree on a seed", "broadcast", (axes.names[i],), size, sent))
-    return int(held.item()) % 2**64
+    return int(value.item()) % 2**64

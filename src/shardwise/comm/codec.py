@@ -1,4 +1,4 @@
-"""How values of any dtype go over a wire: as bits where they only move, as numbers where they are reduced."""
+"""How values of any dtype are sent: as bytes where they only move, as numbers where they are reduced."""
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ __all__ = [
     "move_codec",
     "reduce_all",
     "reduce_codec",
+    "reduce_rows",
     "scaled",
 ]
 
 
 class Codec(NamedTuple):
-    """What to do with a flat tensor before and after the wire; `scale` is how many wire elements one makes."""
+    """How a flat tensor is encoded to be sent and decoded when received.
+
+    `op` is the reduction of encoded values, `scale` the number of encoded elements per element.
+    """
 
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
     op: str = ""
     scale: int = 1
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether values are sent as they are."""
+        return self.encode is _same
 
 
 def _same(t: Tensor) -> Tensor:
@@ -37,60 +46,60 @@ def _same(t: Tensor) -> Tensor:
 
 
 _AS_IS = Codec(_same, _same)
-# Dtypes that every backend moves; all others go as bytes.
+# Dtypes that every backend can send; all others are sent as bytes.
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 
 
 def move_codec(dtype: torch.dtype) -> Codec:
-    """For values that are moved and never looked at."""
+    """The codec for values that are moved and not reduced."""
     if dtype in _CARRIED:
         return _AS_IS
     return Codec(bytes_of, lambda t: t.view(dtype), scale=dtype.itemsize)
 
 
 def bytes_of(t: Tensor) -> Tensor:
-    """The bits of a flat tensor, as bytes.
+    """The bytes of a flat tensor.
 
     >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)[1:, 1])
     tensor([4, 0], dtype=torch.uint8)
     """
     row = _plain(t).contiguous()
-    # a single element lies in a row whatever its stride, but a view as bytes wants the stride to say so
+    # a single element is contiguous whatever its stride, but `view` requires a stride of 1
     return (row if row.stride(0) == 1 else row.as_strided(row.shape, (1,))).view(torch.uint8)
 
 
 def _plain(t: Tensor) -> Tensor:
-    """The value itself: conjugation and negation are flags that bits do not show."""
+    """The tensor without lazy conjugation and negation, which its bytes do not show."""
     return t.resolve_conj().resolve_neg()
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:
-    """Raise if values of a dtype cannot be pending under `op`."""
+    """Raise if values of a dtype cannot have a pending reduction by `op`."""
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise LayoutError(
-            f"Partial(avg) of {dtype} is not a value of {dtype}.",
+            f"Partial(avg) of {dtype} cannot be reduced.",
             why="the mean of integers is not an integer",
-            fix="use Partial(sum), or a floating-point tensor",
+            fix="use Partial('sum'), or a floating-point tensor",
         )
     if dtype.is_complex and op in ("max", "min", "product"):
         raise LayoutError(
             f"Partial({op}) of {dtype} cannot be reduced.",
             why="complex numbers have no order"
             if op != "product"
-            else "backends reduce the parts one by one",
-            fix="use Partial(sum) or Partial(avg)",
+            else "backends reduce real and imaginary parts separately",
+            fix="use Partial('sum') or Partial('avg')",
         )
     if dtype is torch.float8_e8m0fnu:
         raise LayoutError(
             f"Partial({op}) of {dtype} cannot be reduced.",
-            why="it is a dtype of scales, powers of two without a zero",
+            why="it is a dtype for scales: powers of two, without a zero",
             fix="x.to(torch.float32) first",
         )
 
 
-# What to compute in where the backend cannot add the dtype itself.
+# The dtype to reduce in, where backends cannot reduce the dtype itself.
 _WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -105,11 +114,11 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def reduce_codec(dtype: torch.dtype, op: str) -> Codec:
-    """For values that are reduced by `op` (sum, max, min or product) on the way."""
+    """The codec for values that are reduced by `op`: sum, max, min or product."""
     if dtype is torch.bool:
         return Codec(lambda t: t.to(torch.uint8), lambda t: t.to(torch.bool), _BOOL_OPS[op])
     if dtype.is_complex:
-        check_reducible(dtype, op)  # real and imaginary parts go as numbers of their own, which only add
+        check_reducible(dtype, op)  # real and imaginary parts are sent as separate numbers
         return Codec(
             lambda t: torch.view_as_real(_plain(t)).flatten(), lambda t: _as_complex(t, dtype), op, 2
         )
@@ -119,7 +128,7 @@ def reduce_codec(dtype: torch.dtype, op: str) -> Codec:
     if wider is not None:
         return Codec(lambda t: t.to(wider), lambda t: t.to(dtype), op)
     if dtype is torch.uint64:
-        # no backend reduces these; signed ones add and multiply alike, and order alike from the other end
+        # Backends cannot reduce uint64. As int64, sums and products have the same bits; subtracting 2**63 keeps the order.
         first = torch.iinfo(torch.int64).min if op in ("max", "min") else 0
         return Codec(lambda t: t.view(torch.int64) ^ first, lambda t: (t ^ first).view(dtype), op)
     return Codec(_same, _same, op)
@@ -130,10 +139,10 @@ def _as_complex(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _ordered_codec(dtype: torch.dtype, op: str) -> Codec:
-    """Floats as integers of the same order, NaN outermost.
+    """The codec for max and min of floats: integers of the same order, with NaN as the extreme.
 
-    Backends disagree on max(NaN, x), so ranks could be left with different values; integers have one answer,
-    and it is torch's: NaN wins.
+    Backends disagree on max(NaN, x), so ranks could end with different values. The maximum of integers is unambiguous,
+    and here it is that of torch: NaN wins.
     """
     wide = dtype if dtype in _BITS else torch.float32
     bits = _BITS[wide]
@@ -153,33 +162,39 @@ def _ordered_codec(dtype: torch.dtype, op: str) -> Codec:
 
 
 def scaled(t: Tensor, by: float) -> Tensor:
-    """A tensor times a number, in its own dtype."""
+    """A tensor times a number, in the dtype of the tensor."""
     wide = _compute(t.dtype)
     return t * by if wide is t.dtype else (t.to(wide) * by).to(t.dtype)
 
 
 def divided(t: Tensor, by: int) -> Tensor:
-    """A tensor divided by a number, in its own dtype."""
+    """A tensor divided by a number, in the dtype of the tensor."""
     return t if by == 1 else (t.to(_compute(t.dtype)) / by).to(t.dtype)
 
 
 def _compute(dtype: torch.dtype) -> torch.dtype:
-    """What to compute in where torch has no arithmetic for the dtype itself."""
+    """The dtype to compute in, where torch has no arithmetic for the dtype itself."""
     if dtype is torch.complex32:
         return torch.complex64
     return _WIDER.get(dtype, dtype) if dtype.is_floating_point else dtype
 
 
 def reduce_all(parts: list[Tensor], op: str) -> Tensor:
-    """The parts reduced in their order, in their own dtype.
+    """The reduction of some tensors in their order, in their dtype.
 
     >>> reduce_all([torch.tensor([True, False]), torch.tensor([True, True])], "product")
     tensor([ True, False])
     """
     if len(parts) == 1:
         return parts[0].clone()
-    codec = reduce_codec(parts[0].dtype, op)
-    stack = torch.stack([codec.encode(p.reshape(-1)) for p in parts])
+    return reduce_rows(torch.stack([p.reshape(-1) for p in parts]), op).view(parts[0].shape)
+
+
+def reduce_rows(rows: Tensor, op: str) -> Tensor:
+    """The reduction of the rows of a matrix in their order, in their dtype."""
+    codec = reduce_codec(rows.dtype, op)
+    flat = codec.encode(rows.reshape(-1))
+    stack = flat.view(len(rows), flat.numel() // len(rows))
     match codec.op:
         case "sum":
             out = stack.sum(0)
@@ -189,12 +204,12 @@ def reduce_all(parts: list[Tensor], op: str) -> Tensor:
             out = stack.amax(0)
         case _:
             out = stack.amin(0)
-    # sums of small integers come out wider
-    return codec.decode(out.to(stack.dtype)).view(parts[0].shape)
+    # torch sums small integers in int64
+    return codec.decode(out.to(stack.dtype))
 
 
 def identity_value(dtype: torch.dtype, op: str) -> float | int | bool:
-    """What a rank holds that adds nothing to a reduction."""
+    """The value that does not change a reduction by `op`."""
     if op in ("sum", "avg"):
         return 0
     if op == "product":
@@ -202,7 +217,7 @@ def identity_value(dtype: torch.dtype, op: str) -> float | int | bool:
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:
-        # some float8 types have no infinity; their largest value is as good
+        # float8 dtypes without infinity: their largest value does the same
         info = torch.finfo(dtype)
         has_inf = dtype.itemsize > 1 or dtype is torch.float8_e5m2
         return (

@@ -1,4 +1,4 @@
-"""Running a function on local processes: `launch` for once, `Workers` for many times."""
+"""Running functions on local processes: `launch` runs one, `Workers` run many on the same processes."""
 
 import os
 import shutil
@@ -16,33 +16,22 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.comm.worker_process import (
-    Done,
-    Failed,
-    Job,
-    Seat,
-    Stuck,
-    Worker,
-    by_reference,
-    decode,
-    encode,
-    fork,
-    spawn,
-)
+from shardwise.comm.worker_handle import Worker, encode_job, fork, spawn
+from shardwise.comm.worker_process import Done, Failed, Job, Stack, WorkerConfig, decode, encode
 
 __all__ = ["LaunchError", "Workers", "launch"]
 
 T = TypeVar("T")
-_Answers = dict[int, Done | Failed | Stuck]
+_Answers = dict[int, Done | Failed | Stack]
 
-_START_LIMIT = 300.0  # seconds for all ranks to import torch and meet, on a loaded machine
-_GRACE = 2.0  # seconds for the other ranks to answer once one has raised
-_LAST_WORDS = 0.3  # the same once one has died: what they can still say is that it is gone
-_FAREWELL = 5.0  # seconds for a worker to end by itself when asked to
+_START_SECONDS = 300.0  # for all ranks to import torch and join the group, on a loaded machine
+_DRAIN_SECONDS = 2.0  # for the other ranks to answer after one has raised
+_DRAIN_SECONDS_AFTER_DEATH = 0.3  # the same after one has died: they can only report the broken connection
+_SHUTDOWN_SECONDS = 5.0  # for a worker to exit by itself
 
 
 class LaunchError(RuntimeError):
-    """A rank failed: `rank` is the one that failed first, `traceback` the text of where it did."""
+    """A rank failed: `rank` is the first one that did, `traceback` the text of its traceback."""
 
     def __init__(self, message: str, rank: int, traceback: str) -> None:
         super().__init__(message, rank, traceback)
@@ -54,16 +43,22 @@ class LaunchError(RuntimeError):
 
 
 def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | None = None) -> list[T]:
-    """Run `fn(*args)` on `nprocs` local processes that form a gloo group; the results, by rank.
+    """Run `fn(*args)` on `nprocs` local processes that form a gloo group, and return the results by rank.
 
         def total(x):
             dist.all_reduce(x)
             return x
 
         if __name__ == "__main__":
-            launch(total, 4, torch.ones(2))  # four times tensor([4., 4.])
+            launch(total, 4, torch.ones(2))  # [tensor([4., 4.])] * 4
 
-    Under `torchrun` the processes are there already: `fn` runs in this one, and each rank gets all results.
+    Under `torchrun`, which has started the processes, `fn` runs in this one, and each rank gets all results.
+
+    Args:
+        timeout: seconds for `fn` to return on all ranks, or None for no limit.
+
+    Raises:
+        LaunchError: `fn` raised on a rank, a rank died, or `timeout` has passed.
     """
     _check(fn, nprocs, timeout)
     if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -71,11 +66,11 @@ def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | No
     if dist.is_initialized():
         raise RuntimeError(
             "launch was called in a process that is already part of a process group.\n"
-            "  why: launch makes its own processes and its own group, and the two would mix\n"
-            "  fix: inside a function that launch runs, use the group that is there; in a script, call launch\n"
+            "  why: launch starts its own processes, which form their own group\n"
+            "  fix: inside a function that launch runs, use the existing group; in a script, call launch\n"
             '       under `if __name__ == "__main__":`, since the workers import the script'
         )
-    task, _ = by_reference((fn, args))
+    task, _ = encode_job((fn, args))
     team = _Team(nprocs, job=(fn, args) if task is None else None)
     try:
         return team.run(task or b"", timeout)
@@ -84,9 +79,12 @@ def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | No
 
 
 class Workers:
-    """Processes that stay for many runs: `with Workers(4) as workers: workers.run(fn, x)`.
+    """Processes that form a gloo group and run many functions: `with Workers(4) as workers: workers.run(fn, x)`.
 
-    They start when this is made, and afresh for the next run after one that left them in doubt.
+    They start at construction. After a run that left them in an unknown state, the next run starts new ones.
+
+    Args:
+        timeout: seconds for each run, or None for no limit.
     """
 
     def __init__(self, nprocs: int, timeout: float | None = None) -> None:
@@ -98,21 +96,23 @@ class Workers:
         self._team = _Team(nprocs)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """`fn(*args)` on every rank; the results, by rank."""
+        """Run `fn(*args)` on every rank, and return the results by rank."""
         _check(fn, self._nprocs, self._timeout)
-        task, obstacle = by_reference((fn, args))
+        task, obstacle = encode_job((fn, args))
         if task is None:
             raise TypeError(
                 f"Workers cannot run {getattr(fn, '__qualname__', fn)} with these arguments.\n"
-                f"  why: the workers are fresh processes that import what they run; {obstacle}\n"
-                "  fix: define it at module level and pass plain values, or use launch, which can also fork"
+                f"  why: the workers are new processes that import what they run; {obstacle}\n"
+                "  fix: define it at module level and pass plain values, or use launch, which can fork"
             )
         with self._lock:
             if self._closed:
                 raise RuntimeError(
-                    "these Workers are closed.\n  fix: make new ones, or run inside the `with`"
+                    "Workers.run was called after close.\n"
+                    "  why: the processes have been stopped\n"
+                    "  fix: call run inside the `with Workers(…)` block"
                 )
-            if not self._team.usable():
+            if not self._team.is_usable():
                 self._team.stop()
                 self._team = _Team(self._nprocs)
             return self._team.run(task, self._timeout)
@@ -131,7 +131,7 @@ class Workers:
 
 
 class _Team:
-    """The processes of one start: fresh ones, or copies of this one where a job is given at once."""
+    """The processes of one start: new interpreters, or forks of this process if they are to run one job."""
 
     def __init__(self, nprocs: int, job: Job | None = None) -> None:
         self._workers: list[Worker] = []
@@ -143,20 +143,20 @@ class _Team:
         file, package = getattr(main, "__file__", None), getattr(main, "__package__", None)
         try:
             for rank in range(nprocs):
-                seat = Seat(rank, nprocs, folder, os.getpid(), tuple(sys.argv), file, package)
-                self._workers.append(spawn(seat) if job is None else fork(seat, job, self._workers))
+                config = WorkerConfig(rank, nprocs, folder, os.getpid(), tuple(sys.argv), file, package)
+                self._workers.append(spawn(config) if job is None else fork(config, job, self._workers))
         except BaseException:
             self.stop()
             raise
 
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         return not self._broken and all(worker.exit_code() is None for worker in self._workers)
 
     def run(self, task: bytes, timeout: float | None) -> list[Any]:
-        """The results of a task by rank; whatever leaves the team in doubt also stops it."""
+        """Run a task and return the results by rank. A failure that leaves the state of ranks unknown stops them."""
         try:
-            if not self._joined:  # apart from the task, whose time should not depend on how torch loads
-                self._collect(_START_LIMIT)
+            if not self._joined:  # not within the timeout of the task: importing torch takes long
+                self._collect(_START_SECONDS)
                 self._joined = True
             for worker in self._workers:
                 worker.send("run", task)
@@ -170,7 +170,7 @@ class _Team:
         return [decode(answer.value) for answer in answers]
 
     def _collect(self, limit: float | None) -> list[Done]:
-        """The answers of all ranks to what they were asked, by rank."""
+        """The answers of all ranks to one request, by rank."""
         answers: _Answers = {}
         deadline = float("inf") if limit is None else time.monotonic() + limit
         while len(answers) < len(self._workers) and (left := deadline - time.monotonic()) > 0:
@@ -181,51 +181,53 @@ class _Team:
                     continue
                 answers[worker.rank] = answer
                 if isinstance(answer, Failed):
-                    patience = _LAST_WORDS if answer.kind == "died" else _GRACE
-                    deadline = min(deadline, time.monotonic() + patience)
+                    drain = _DRAIN_SECONDS_AFTER_DEATH if answer.kind == "died" else _DRAIN_SECONDS
+                    deadline = min(deadline, time.monotonic() + drain)
         failures = [answer for answer in answers.values() if isinstance(answer, Failed)]
         if failures:
-            # where only some raised, the others' half of a collective may still be on its way
-            settled = all(failure.clean and not failure.peer for failure in failures)
-            alike = len(failures) == len(self._workers) and len({failure.kind for failure in failures}) == 1
-            self._broken = not (settled and alike)
-            raise _failed(failures, answers, len(self._workers))
+            # if only some ranks raised, the others may be in the middle of a collective
+            clean = all(failure.clean and not failure.peer for failure in failures)
+            same = len(failures) == len(self._workers) and len({failure.kind for failure in failures}) == 1
+            self._broken = not (clean and same)
+            raise _failure(failures, answers, len(self._workers))
         missing = [worker for worker in self._workers if worker.rank not in answers]
         if missing:
             self._broken = True
-            raise _late(missing, len(self._workers), limit or 0.0)
+            raise _timeout(missing, len(self._workers), limit or 0.0)
         return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
 
     def stop(self) -> None:
-        if self._broken or not self._joined:  # such workers may not listen
+        if self._broken or not self._joined:  # such workers may not respond to a request to stop
             for worker in self._workers:
                 worker.kill()
         self._finish()
 
 
 def _finish(workers: list[Worker], folder: str, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the owner has the handles too, but no say
+    if os.getpid() != owner:  # a fork has copies of the handles, and must not use them
         return
     for worker in workers:
         worker.send("stop")
-    deadline = time.monotonic() + _FAREWELL
+    deadline = time.monotonic() + _SHUTDOWN_SECONDS
     for worker in workers:
         if worker.wait(deadline - time.monotonic()) is None:
             worker.kill()
-            worker.wait(_FAREWELL)
+            worker.wait(_SHUTDOWN_SECONDS)
         worker.conn.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _failed(failures: list[Failed], answers: _Answers, nprocs: int) -> LaunchError:
-    """The error that names the rank that failed first, not one that only saw its connection break."""
-    everyone = len(failures) == nprocs > 1 and len({failure.what for failure in failures}) == 1
-    first = min(failures, key=lambda failure: (failure.peer, 0.0 if everyone else failure.when, failure.rank))
+def _failure(failures: list[Failed], answers: _Answers, nprocs: int) -> LaunchError:
+    """The error that names the rank that failed first, not one whose connection to it broke."""
+    all_failed = len(failures) == nprocs > 1 and len({failure.what for failure in failures}) == 1
+    first = min(
+        failures, key=lambda failure: (failure.peer, 0.0 if all_failed else failure.when, failure.rank)
+    )
     others = sorted(failure.rank for failure in failures if failure is not first)
     silent = [rank for rank in range(nprocs) if rank not in answers]
     notes = [first.hint] if first.hint else []
     if others:
-        notes.append("so did every other rank" if everyone else f"then failed: {_ranks(others)}")
+        notes.append("so did every other rank" if all_failed else f"then failed: {_ranks(others)}")
     if silent:
         notes.append(f"stopped before the end: {_ranks(silent)}")
     if first.traceback:
@@ -234,19 +236,19 @@ def _failed(failures: list[Failed], answers: _Answers, nprocs: int) -> LaunchErr
     return LaunchError(what + textwrap.indent("\n".join(notes), "  "), first.rank, first.traceback)
 
 
-def _late(missing: list[Worker], nprocs: int, limit: float) -> LaunchError:
-    """The error for ranks that did not answer in time, with where they are."""
+def _timeout(missing: list[Worker], nprocs: int, limit: float) -> LaunchError:
+    """The error for ranks that did not answer in time, with their stacks."""
     stacks = ""
     for worker in missing:
         worker.send("where")
     for worker in missing:
         wait([worker.conn], timeout=0.5)
-        if isinstance(answer := worker.answer(), Stuck):
+        if isinstance(answer := worker.answer(), Stack):
             stacks += f"rank {worker.rank} was at:\n{answer.traceback}"
     message = (
         f"{_ranks(worker.rank for worker in missing)} of {nprocs} did not finish within {limit:g} s.\n"
-        "  why: too much work, or waiting for a rank that took another way; the stacks are below\n"
-        "  fix: let every rank take part in every collective, or give a longer timeout\n"
+        "  why: the function takes longer, or a rank waits in a collective that another rank did not call\n"
+        "  fix: let every rank call every collective (the stacks are below), or pass a longer timeout\n"
     )
     return LaunchError(message + textwrap.indent(stacks, "  "), missing[0].rank, stacks)
 
@@ -260,31 +262,35 @@ def _check(fn: object, nprocs: object, timeout: float | None) -> None:
     if not callable(fn):
         raise TypeError(
             f"fn is {fn!r}, of type {type(fn).__name__}.\n"
-            "  why: it is called on every rank\n"
+            "  why: it must be callable, since every rank calls it\n"
             "  fix: pass the function itself: launch(fn, 4, x), not launch(fn(x), 4)"
         )
     if not isinstance(nprocs, int) or isinstance(nprocs, bool):
         raise TypeError(
             f"nprocs is {nprocs!r}, of type {type(nprocs).__name__}.\n"
             "  why: it is the number of processes to start\n"
-            "  fix: pass a whole number: launch(fn, 4, x)"
+            "  fix: pass an int: launch(fn, 4, x)"
         )
     if nprocs < 1:
-        raise ValueError(f"nprocs is {nprocs}.\n  why: fn needs a process to run in\n  fix: pass 1 or more")
+        raise ValueError(
+            f"nprocs is {nprocs}.\n  why: fn needs at least one process\n  fix: launch(fn, 1, x), or more"
+        )
     if timeout is not None and not timeout > 0:
         raise ValueError(
-            f"timeout is {timeout}.\n  why: fn needs some time\n  fix: pass seconds above 0, or None"
+            f"timeout is {timeout}.\n"
+            "  why: it is the number of seconds that fn may take\n"
+            "  fix: pass a number above 0, or None for no limit"
         )
 
 
 def _run_here(fn: Callable[..., T], nprocs: int, args: tuple[object, ...], timeout: float | None) -> list[T]:
-    """The same as `launch`, in a process that torchrun has started."""
+    """`launch` in a process that torchrun has started."""
     world = int(os.environ["WORLD_SIZE"])
     if nprocs != world:
         raise ValueError(
             f"nprocs is {nprocs}, but torchrun has started {world} process{'es' if world != 1 else ''}.\n"
-            "  why: under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) launch starts none of its own\n"
-            f"  fix: torchrun --nproc-per-node {nprocs}, or launch(fn, {world}); without torchrun, unset them"
+            "  why: under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) launch starts no processes\n"
+            f"  fix: torchrun --nproc-per-node {nprocs}, or launch(fn, {world}); without torchrun, unset these"
         )
     own = not dist.is_initialized()
     if own:

@@ -1,4 +1,4 @@
-"""Counting what was sent, where it is sent."""
+"""Counting the bytes that collectives send."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["Ledger", "Sent", "counting", "is_counting", "record"]
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective: what it is for, what was called to do it, over what axes, and the bytes that left ranks.
+    """One collective.
 
-    In a simulation the bytes are those of all ranks together, on real processes those of this one.
+    `step` is the name of the plan's step, `called` the collective that ran it. `bytes` left this rank; in a simulation,
+    they are the sum over all ranks.
     """
 
     step: str
@@ -24,18 +25,20 @@ class Sent:
     bytes: Fraction
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # two ledgers that are open at once may have equal entries
 class Ledger:
-    """What was sent while it was open."""
+    """The collectives that ran while the ledger was open."""
 
     entries: list[Sent] = field(default_factory=list)
 
     @property
     def collectives(self) -> int:
+        """The number of collectives."""
         return len(self.entries)
 
     @property
     def bytes(self) -> Fraction:
+        """The bytes of all collectives."""
         return sum((e.bytes for e in self.entries), Fraction(0))
 
 
@@ -44,7 +47,7 @@ _open: list[Ledger] = []
 
 @contextmanager
 def counting() -> Iterator[Ledger]:
-    """Count what is sent inside the block.
+    """Count the collectives inside the block, and their bytes.
 
     >>> with counting() as ledger:
     ...     pass
@@ -60,10 +63,11 @@ def counting() -> Iterator[Ledger]:
 
 
 def is_counting() -> bool:
+    """Whether a ledger is open."""
     return bool(_open)
 
 
 def record(entry: Sent) -> None:
-    """Write an entry into each open ledger."""
+    """Add an entry to each open ledger."""
     for ledger in _open:
         ledger.entries.append(entry)

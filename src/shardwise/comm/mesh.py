@@ -1,17 +1,22 @@
-"""What the library needs to know of a `DeviceMesh`: its axes, who is where, and who talks to whom."""
+"""Facts about a `DeviceMesh`: its axes, the coord of each rank, and the process groups over its axes."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Axes, LayoutError
+from shardwise.torch_internals.mesh import innermost_mesh, sibling_ranks
+from shardwise.torch_internals.process_groups import create_group
 
 __all__ = [
     "Coord",
@@ -20,11 +25,13 @@ __all__ = [
     "axes_of",
     "coord_of",
     "current_mesh",
+    "forget_groups",
     "group_of",
     "groups_along",
     "has_current_mesh",
     "members_of",
     "peers_of",
+    "siblings_of",
 ]
 
 Coord = tuple[int, ...]
@@ -32,14 +39,25 @@ _T = TypeVar("_T")
 
 
 class PerMesh:
-    """A store of values for each mesh object, gone with it; equal meshes do not share, their groups may differ."""
+    """A cache of values for each mesh object, which lives as long as the mesh.
+
+    Equal meshes do not share values, since their process groups may differ.
+
+    Args:
+        most: the number of values to keep for one mesh; the oldest is dropped first.
+    """
 
     def __init__(self, most: int | None = None) -> None:
         self._kept: dict[int, dict[Any, Any]] = {}
         self._most = most
 
+    def find(self, mesh: DeviceMesh, key: object) -> Any:
+        """The value of this mesh under `key`, or None."""
+        kept = self._kept.get(id(mesh))
+        return None if kept is None else kept.get(key)
+
     def get(self, mesh: DeviceMesh, key: object, make: Callable[[], _T]) -> _T:
-        """The value kept for this mesh under `key`, made at first."""
+        """The value of this mesh under `key`, from `make()` the first time. It must not refer to the mesh."""
         kept = self._kept.get(id(mesh))
         if kept is None:
             kept = self._kept[id(mesh)] = {}
@@ -48,31 +66,40 @@ class PerMesh:
             return kept[key]  # type: ignore[no-any-return]
         except KeyError:
             if self._most is not None and len(kept) >= self._most:
-                del kept[next(iter(kept))]  # the oldest
+                del kept[next(iter(kept))]
             value = kept[key] = make()
             return value
+
+    def clear(self) -> None:
+        """Drop all values."""
+        for kept in self._kept.values():
+            kept.clear()
 
 
 _facts = PerMesh()
 
 
+def forget_groups() -> None:
+    """Drop the facts about all meshes, when their process groups are destroyed."""
+    _facts.clear()
+
+
 def current_mesh(mesh: DeviceMesh | None, what: str) -> DeviceMesh:
-    """The mesh given, or the one of the `with mesh:` around us."""
-    if mesh is not None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(
-                f"{what} got {type(mesh).__name__} for a mesh.\n"
-                "  why: device_mesh is a DeviceMesh\n"
-                "  fix: make one with init_device_mesh"
-            )
-        return mesh
-    if not _mesh_resources.mesh_stack:
+    """The mesh given to the function `what`, or the one of the innermost `with mesh:` block."""
+    found = innermost_mesh() if mesh is None else mesh
+    if found is None:
         raise LayoutError(
             f"{what} has no mesh: No device mesh is currently active!",
-            why="device_mesh was not given and there is no `with mesh:` around the call",
+            why="device_mesh was not given and the call is not inside a `with mesh:` block",
             fix="pass device_mesh=init_device_mesh(…), or call it inside `with mesh:`",
         )
-    return _mesh_resources.get_current_mesh()
+    if not isinstance(found, DeviceMesh):
+        raise TypeError(
+            f"{what} got {type(mesh).__name__} for a mesh.\n"
+            "  why: device_mesh is a DeviceMesh\n"
+            "  fix: make one with init_device_mesh"
+        )
+    return found
 
 
 def has_current_mesh() -> bool:
@@ -86,26 +113,22 @@ def axes_of(mesh: DeviceMesh) -> Axes:
 
 
 def coord_of(mesh: DeviceMesh) -> Coord | None:
-    """Where this process is on the mesh, or None if it is not part of it."""
+    """The coord of this process on the mesh, or None if it is not on the mesh."""
     coord = mesh.get_coordinate()
     return None if coord is None else tuple(coord)
 
 
 def siblings_of(mesh: DeviceMesh) -> list[list[int]]:
-    """The ranks of the mesh in row-major order; for a sub-mesh, also those of all its siblings."""
-    return _facts.get(
-        mesh,
-        "siblings",
-        lambda: mesh._layout.remap_to_tensor(mesh._rank_map).reshape(-1, axes_of(mesh).count).tolist(),
-    )
+    """The ranks of the mesh in row-major order; for a sub-mesh, also those of each of its siblings."""
+    return _facts.get(mesh, "siblings", lambda: sibling_ranks(mesh))
 
 
 def members_of(mesh: DeviceMesh) -> dict[int, Coord]:
-    """The coord of every rank of the world that is on the mesh; a sub-mesh stands for all its siblings."""
+    """The coord of each rank of the mesh, by rank; for a sub-mesh, also of the ranks of its siblings."""
 
     def make() -> dict[int, Coord]:
-        axes = axes_of(mesh)
-        return dict(sorted((r, axes.coord(i)) for row in siblings_of(mesh) for i, r in enumerate(row)))
+        coords = list(itertools.product(*map(range, axes_of(mesh).sizes)))
+        return dict(sorted(pair for ranks in siblings_of(mesh) for pair in zip(ranks, coords, strict=True)))
 
     return _facts.get(mesh, "members", make)
 
@@ -123,73 +146,77 @@ def peers_of(coord: Coord, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tup
 
 
 def groups_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The ranks that talk to each other over some axes, each group in the order of its peers."""
-    names = axes_of(mesh)
-    coords = [names.coord(i) for i in range(names.count)]
-    rows = dict.fromkeys(peers_of(c, axes, names.sizes) for c in coords)
-    return [tuple(ranks[names.number(c)] for c in row) for ranks in siblings_of(mesh) for row in rows]
+    """The ranks of each group over some axes, in the order of their coords."""
+    on = axes_of(mesh)
+    starts = [n for n in range(on.count) if all(on.coord(n)[a] == 0 for a in axes)]
+    offsets = _offsets(on, axes)
+    return [tuple(ranks[start + i] for i in offsets) for ranks in siblings_of(mesh) for start in starts]
+
+
+def _offsets(on: Axes, axes: tuple[int, ...]) -> list[int]:
+    """The distance in row-major order from the first coord of a group over `axes` to each of its coords."""
+    offsets = [0]
+    for a in axes:
+        stride = math.prod(on.sizes[a + 1 :])
+        offsets = [o + i * stride for o in offsets for i in range(on.sizes[a])]
+    return offsets
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group over some axes: its name for functional collectives, and its ranks' coords in its order."""
+    """A process group over some axes of a mesh.
+
+    Its ranks are in row-major order of their coords. The order is the same for all replicas of a value, so that they
+    reduce in the same order and have the same bits.
+    """
 
     name: str
-    peers: tuple[Coord, ...]
     ranks: tuple[int, ...]
+    coord: Coord  # of this process
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of all axes of the mesh
+
+    @cached_property
+    def peers(self) -> tuple[Coord, ...]:
+        """The coords of the ranks."""
+        return peers_of(self.coord, self.axes, self.sizes)
 
 
 def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
-    """The process group of this rank over some axes of the mesh."""
+    """The process group of this rank over some axes of the mesh, created at first use."""
 
     def make() -> Group:
-        layout = axes_of(mesh)
-        me = coord_of(mesh)
+        me, on = coord_of(mesh), axes_of(mesh)
         if me is None:
             raise RuntimeError("a rank that is not on the mesh has no group on it")
-        table = mesh.mesh
-        rank_at = {c: int(table[c]) for c in peers_of(me, axes, layout.sizes)}
-        # In the order of the coords, which is the same in the groups of all copies of a value: sums depend on
-        # the order of their parts, and copies must be the same to the bit. The mesh's own groups go by rank.
-        in_order = tuple(rank_at.values())
+        here = on.number(me)
+        mine = next(ranks for ranks in siblings_of(mesh) if ranks[here] == mesh.get_rank())
+        start = on.number([0 if a in axes else i for a, i in enumerate(me)])
+        ranks = tuple(mine[start + i] for i in _offsets(on, axes))
+        # the mesh's own groups are in the order of the ranks, which need not be that of the coords
         group = mesh.get_group(axes[0]) if len(axes) == 1 else None
-        if group is None or tuple(dist.get_process_group_ranks(group)) != in_order:
-            group = _flat_group(in_order)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        coord_at = {r: c for c, r in rank_at.items()}
-        return Group(group.group_name, tuple(coord_at[r] for r in ranks), ranks)
+        if group is None or tuple(dist.get_process_group_ranks(group)) != ranks:
+            group = _group_in_order(ranks)
+        return Group(group.group_name, ranks, me, axes, on.sizes)
 
     return _facts.get(mesh, ("group", axes), make)
 
 
-_flat: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_groups = weakref.WeakKeyDictionary()  # by the group of the world in which they were created
+_locks: dict[tuple[int, ...], threading.Lock] = {}
 
 
-def _flat_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these ranks in this order, made at first use by them alone: ranks off the mesh take no part."""
+def _group_in_order(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks in this order, created at first use by its members alone."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("the process group of this mesh is gone: was destroy_process_group called?")
     if ranks == tuple(range(dist.get_world_size())):
         return world
-    kept = _flat.get(ranks)
-    if kept is None or kept[0] is not world:
-        kept = _flat[ranks] = (world, _new_group(ranks))
-    return kept[1]
-
-
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group that its members alone make, under a name that they agree on.
-
-    torch's name for it depends on how many groups a process has, and ranks of different meshes have different
-    numbers of them: each would wait for the others under a name of its own.
-    """
-    name, torchs = "shardwise_" + "_".join(map(str, ranks)), distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), use_local_synchronization=True, sort_ranks=False
-        )
-    finally:
-        distributed_c10d._hash_ranks_to_str = torchs
-    return group
+    # a lock per group: creating one waits for its members, which may be creating another in another thread
+    with _locks.setdefault(ranks, threading.Lock()):
+        known = _groups.setdefault(world, {})
+        if ranks not in known:
+            known[ranks] = create_group("shardwise_" + "_".join(map(str, ranks)), ranks)
+        return known[ranks]

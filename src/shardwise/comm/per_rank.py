@@ -1,25 +1,42 @@
-"""PerRank: one tensor per rank, all in this process; what is done to it is done to each."""
+"""PerRank: one tensor per rank of a simulation; torch functions apply to each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["PerRank", "map_ranks", "spread"]
+from shardwise.torch_internals.collectives import collective_name
+from shardwise.torch_internals.wrapper import make_wrapper
 
-_T = TypeVar("_T")
+__all__ = ["CollectiveHandler", "PerRank", "handle_collectives", "map_ranks", "spread"]
+
+CollectiveHandler = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
+"""Runs a collective on the blocks of all ranks, given its name (see `collective_name`) and its arguments."""
+
+
+def _no_handler(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    raise RuntimeError(f"{name} of PerRank tensors: shardwise.comm.simulated_collectives is not loaded")
+
+
+_handle_collective: CollectiveHandler = _no_handler
+
+
+def handle_collectives(handler: CollectiveHandler) -> None:
+    """Set the function that runs collectives of PerRank tensors, which cannot run rank by rank."""
+    global _handle_collective
+    _handle_collective = handler
 
 
 class PerRank(torch.Tensor):
     """A tensor for each rank of a simulated world.
 
-    Torch functions map over the ranks; a plain tensor beside it counts as the same on every rank. Each rank's
-    tensor has its own autograd graph, as on real processes. A result that is not a tensor must be the same on
-    all ranks, for there is no other way to hand it to the one program that runs.
+    Torch functions are applied rank by rank; a plain tensor among the arguments counts as replicated. Each rank's
+    tensor has its own autograd graph, as on real processes. A result that is not a tensor must be the same on all
+    ranks, since one program runs for all of them.
 
     >>> x = PerRank({0: torch.zeros(2), 1: torch.ones(2)})
     >>> (x + 1).ranks
@@ -32,29 +49,22 @@ class PerRank(torch.Tensor):
 
     @staticmethod
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:
-        first = _first(blocks)
-        # The wrapper's own metadata is the first rank's: only code that bypasses torch functions sees it.
-        # Sparse ones have no strides, and which of several kinds they are is asked by an op.
+        first = _check_first(blocks)
+        # The metadata of the wrapper is that of the first rank; only code that bypasses torch functions reads it.
+        # Sparse tensors have no strides, and torch asks for their layout by an op.
         sparse = first.layout is not torch.strided
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            first.shape,
-            strides=None if sparse else first.stride(),
-            dtype=first.dtype,
-            device=first.device,
-            layout=first.layout,
-            dispatch_layout=sparse,
-        )
+        strides = None if sparse else first.stride()
+        self = make_wrapper(cls, first.shape, strides, first.dtype, first.device, first.layout, sparse)
         self._blocks = dict(blocks)
         return self
 
     @property
     def ranks(self) -> tuple[Tensor, ...]:
-        """The blocks, in the order of the ranks that hold one."""
+        """The blocks of all ranks, in the order in which they were given."""
         return tuple(self._blocks.values())
 
     def of_rank(self, rank: int) -> Tensor:
-        """The block of one rank of the world."""
+        """The block of one rank."""
         return self._blocks[rank]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -70,18 +80,14 @@ class PerRank(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        joined = _JOINED.get(func)
-        if joined is not None:
-            return joined(*args, **kwargs)
-        sends = _collective_name(func)
-        if sends is not None:
-            from shardwise.comm.simulated_collectives import (
-                collective,  # it works on PerRank, so the two know each other
-            )
-
-            return collective(sends, args, dict(kwargs))
+        on_all_ranks = _ON_ALL_RANKS.get(func)
+        if on_all_ranks is not None:
+            return on_all_ranks(*args, **kwargs)
+        collective = collective_name(func)
+        if collective is not None:
+            return _handle_collective(collective, args, kwargs)
         if torch.is_grad_enabled():
-            _refuse_shared_leaves(func, [*args, *kwargs.values()])
+            _check_no_shared_leaves(func, [*args, *kwargs.values()])
         return map_ranks(func, *args, **kwargs)
 
     @classmethod
@@ -92,11 +98,9 @@ class PerRank(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        sends = _collective_name(func)
-        if sends is not None:
-            from shardwise.comm.simulated_collectives import collective
-
-            return collective(sends, args, dict(kwargs or {}))
+        collective = collective_name(func)
+        if collective is not None:
+            return _handle_collective(collective, args, kwargs or {})
         return map_ranks(func, *args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -106,37 +110,30 @@ class PerRank(torch.Tensor):
         return PerRank({r: t.__deepcopy__(memo) for r, t in self._blocks.items()})
 
 
-def _first(blocks: Mapping[int, Tensor]) -> Tensor:
+def _check_first(blocks: Mapping[int, Tensor]) -> Tensor:
     if not blocks:
         raise ValueError(
-            "a PerRank of no ranks.\n  why: nothing says what its shape and dtype are\n  fix: give a tensor per rank"
+            "PerRank got no blocks.\n"
+            "  why: its shape and dtype are those of the first block\n"
+            "  fix: PerRank({0: torch.zeros(2)}), with one tensor per rank"
         )
     first = next(iter(blocks.values()))
     if isinstance(first, PerRank) or hasattr(first, "device_mesh"):
         raise TypeError(
-            f"a PerRank of {type(first).__name__}s.\n"
-            "  why: each rank holds a plain tensor, and what lies on all ranks is no one rank's\n"
-            "  fix: make it outside of per_rank, and pass it in: the rank sees its own block"
+            f"PerRank got a {type(first).__name__} as the block of a rank.\n"
+            "  why: a block is a plain tensor; a PerRank or DTensor spans all ranks\n"
+            "  fix: create it outside of per_rank and pass it in; the function gets the rank's own block"
         )
     return first
 
 
-def _collective_name(func: Callable[..., Any]) -> str | None:
-    """The name of a collective, which ranks must not run one by one; None for any other function."""
-    name = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", None)
-    if name is not None:
-        return str(name) if "c10d" in str(name) else None
-    module = getattr(func, "__module__", None) or ""
-    return func.__name__ if module.startswith("torch.distributed.distributed_c10d") else None
-
-
 def spread(tensor: Tensor, ranks: Sequence[int]) -> PerRank:
-    """The same value on each rank, in memory of its own as on real processes."""
+    """The same value on each rank, each in its own memory as on real processes."""
     return PerRank({r: tensor if i == 0 else tensor.clone() for i, r in enumerate(ranks)})
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fn` once per rank with that rank's blocks, and put the results together again.
+    """Call `fn` once per rank with that rank's blocks, and join the results.
 
     >>> map_ranks(torch.add, PerRank({0: torch.tensor(1), 1: torch.tensor(2)}), 10).ranks
     (tensor(11), tensor(12))
@@ -151,13 +148,13 @@ def map_ranks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What to call a function in an error; a getter by its attribute."""
+    """The name of a function in an error message; for a getter, that of its attribute."""
     name = getattr(fn, "__name__", str(fn))
     return getattr(getattr(fn, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
 def ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
-    """The ranks that the PerRank tensors among some values live on; None if there are none."""
+    """The ranks of the PerRank tensors among some values; None if there are none."""
     found: tuple[int, ...] | None = None
     for v in values:
         if isinstance(v, PerRank):
@@ -170,16 +167,16 @@ def ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
             continue
         if here is not None and found is not None and here != found:
             raise RuntimeError(
-                f"values of different ranks met: {found} and {here}.\n"
-                "  why: they live on different sets of simulated ranks\n"
-                "  fix: put both on one mesh first"
+                f"PerRank arguments have different ranks: {found} and {here}.\n"
+                "  why: a function is applied rank by rank, so all arguments need a block for each rank\n"
+                "  fix: redistribute both to one mesh first"
             )
         found = here if found is None else found
     return found
 
 
 def at_rank(value: Any, rank: int) -> Any:
-    """A value as one rank sees it."""
+    """A value with each PerRank tensor in it replaced by the block of one rank."""
     if isinstance(value, PerRank):
         return value._blocks[rank]
     if isinstance(value, list | tuple):
@@ -191,7 +188,7 @@ def at_rank(value: Any, rank: int) -> Any:
 
 
 def join(results: Mapping[int, Any], what: str) -> Any:
-    """The results of all ranks as one: tensors per rank, anything else the same on all."""
+    """Join the results of all ranks: tensors as PerRank, other values if they are equal on all ranks."""
     first, *others = results.values()
     if isinstance(first, Tensor) and all(isinstance(v, Tensor) for v in others):
         return PerRank(results)
@@ -204,18 +201,18 @@ def join(results: Mapping[int, Any], what: str) -> Any:
             return {k: join({r: v[k] for r, v in results.items()}, what) for k in first}
     elif isinstance(first, RemovableHandle):
         return _Handles(results)
-    elif not isinstance(first, Tensor) and all(_same(v, first) for v in others):
+    elif not isinstance(first, Tensor) and all(_are_equal(v, first) for v in others):
         return first
     shown = ", ".join(f"rank {r}: {v}" for r, v in list(results.items())[:4])
     raise RuntimeError(
         f"{what} differs between the simulated ranks ({shown}{', …' if len(results) > 4 else ''}).\n"
-        "  why: one program runs for all ranks, so a value that is not a tensor must be the same on each\n"
-        "  fix: look at x.ranks, or compute it with shardwise.per_rank(lambda rank, x: …, x)"
+        "  why: one program runs for all ranks, so a value that is not a tensor must be equal on all of them\n"
+        "  fix: read x.ranks, or compute a tensor with shardwise.per_rank(lambda rank, x: …, x)"
     )
 
 
 class _Handles:
-    """The handles of a hook that was registered on each rank."""
+    """The handles of a hook that is registered on each rank."""
 
     def __init__(self, handles: Mapping[int, RemovableHandle]) -> None:
         self._handles = handles
@@ -229,33 +226,33 @@ def _holds_tensor(values: Sequence[Any]) -> bool:
     return any(isinstance(v, Tensor) or (isinstance(v, list | tuple) and _holds_tensor(v)) for v in values)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_are_equal, a, b))
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
-    same = (a == b) | ((a != a) & (b != b))  # NaN is NaN on every rank
-    return bool(same.all() if hasattr(same, "all") else same)  # arrays compare by element
+    same = (a == b) | ((a != a) & (b != b))  # NaN counts as equal to NaN
+    return bool(same.all() if hasattr(same, "all") else same)  # arrays compare elementwise
 
 
-def _refuse_shared_leaves(func: Callable[..., Any], values: Sequence[Any]) -> None:
-    """A plain tensor that wants a gradient would get the sum of all ranks' instead of each rank's own."""
+def _check_no_shared_leaves(func: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Raise if a plain tensor requires grad: it would accumulate the gradients of all ranks."""
     for v in values:
         if isinstance(v, list | tuple):
-            _refuse_shared_leaves(func, v)
+            _check_no_shared_leaves(func, v)
         elif type(v) in (Tensor, torch.nn.Parameter) and v.requires_grad:
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} met a plain tensor that requires grad beside a PerRank one.\n"
-                "  why: on real processes each rank has its own copy and its own gradient; here there is one\n"
-                "  fix: give each rank its own: shardwise.per_rank(lambda rank: w.detach().clone().requires_grad_())"
+                f"{getattr(func, '__name__', func)} got a plain tensor that requires grad beside a PerRank one.\n"
+                "  why: on real processes each rank has its own copy and its own gradient; this is one tensor\n"
+                "  fix: w = shardwise.per_rank(lambda rank: w.detach().clone().requires_grad_())"
             )
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -266,11 +263,11 @@ def _blocks_of(value: Any) -> list[Any]:
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """All ranks go backward together, as they do in a real run."""
-    roots = _listed(tensors)
-    seeds = _listed(grad_tensors) or [None] * len(roots)
+    """Run backward on all ranks at once, so that collectives in the graph see all of them."""
+    roots = _as_list(tensors)
+    seeds = _as_list(grad_tensors) or [None] * len(roots)
     if kwargs.get("inputs") is not None:
-        kwargs["inputs"] = [b for x in _listed(kwargs["inputs"]) for b in _blocks_of(x)]
+        kwargs["inputs"] = [b for x in _as_list(kwargs["inputs"]) for b in _blocks_of(x)]
     torch.autograd.backward(
         [b for root in roots for b in _blocks_of(root)],
         [g for root, seed in zip(roots, seeds, strict=True) for g in _seeds(root, seed)],
@@ -291,8 +288,8 @@ def _tensor_backward(
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-    roots, leaves = _listed(outputs), _listed(inputs)
-    seeds = _listed(grad_outputs) or [None] * len(roots)
+    roots, leaves = _as_list(outputs), _as_list(inputs)
+    seeds = _as_list(grad_outputs) or [None] * len(roots)
     flat = torch.autograd.grad(
         [b for root in roots for b in _blocks_of(root)],
         [b for leaf in leaves for b in _blocks_of(leaf)],
@@ -312,7 +309,7 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) ->
 def _grads_of(leaf: PerRank, grads: Sequence[Any]) -> PerRank | None:
     if all(g is None for g in grads):
         return None
-    # a rank whose block took no part has gradient zero, as its peers would say
+    # on a rank whose block was not used, the gradient is zero
     pairs = zip(leaf._blocks.items(), grads, strict=True)
     return PerRank({r: torch.zeros_like(b) if g is None else g for (r, b), g in pairs})
 
@@ -321,7 +318,7 @@ def _get_grad(self: PerRank) -> PerRank | None:
     return _grads_of(self, [b.grad for b in self.ranks])
 
 
-_JOINED: dict[Any, Callable[..., Any]] = {
+_ON_ALL_RANKS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.backward: _tensor_backward,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,

@@ -1,7 +1,7 @@
-"""Steps made ready for one rank: what to do with its block before and after the collective.
+"""Recipes: a step compiled for one rank into packing, a collective and unpacking.
 
-Packing and unpacking are local and depend on the coord; the collective between them does not. So the same
-recipe runs on a process, and over all ranks in one process.
+Packing and unpacking are local and depend on the coord; the collective between them does not. So the same recipe
+runs on a process, and for all ranks of a simulation in one process.
 """
 
 from __future__ import annotations
@@ -14,83 +14,80 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_copy import box_count, box_shape, cut_box, set_box
-from shardwise.comm.codec import (
-    Codec,
-    divided,
-    identity_value,
-    move_codec,
-    reduce_all,
-    reduce_codec,
-    scaled,
-)
+from shardwise.comm.box_copy import boxes_in_source, boxes_in_target, common_pieces
+from shardwise.comm.codec import Codec, divided, identity_value, move_codec, reduce_codec, reduce_rows, scaled
 from shardwise.comm.mesh import Coord
-from shardwise.layout import Box, Pieces, block_shape, meet, refine
+from shardwise.comm.tile_grid import TileGrid, tile_grid
+from shardwise.layout import Layout, block_shape
 from shardwise.plan import AllGather, AllReduce, AllToAll, Exchange, Identity, ReduceScatter, Slice, Step
-from shardwise.plan.exchange import overlaps, place_of
+from shardwise.plan.exchange import Overlap, Ranges, overlaps, place_of
 
-__all__ = ["Recipe", "recipe_for"]
+__all__ = ["Recipe", "pack_tiles", "recipe_for"]
+
+_Shape = tuple[int, ...]
+_Counts = tuple[int, ...]
+_Pack = Callable[[Tensor], Tensor]
+_Unpack = Callable[[Tensor, Tensor], Tensor]
+_BUG = "This is a bug in shardwise: please report the step."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one rank takes one step.
+    """How one rank runs one step.
 
-    `call` is the collective, or "" for a local step, which is `pack` alone. `pack` makes the flat tensor to
-    send, `unpack` the new block from the flat tensor received and the old block. For an all-to-all, `send` and
-    `receive` count the elements to and from each peer; a rank sends itself nothing.
+    `call` is the collective, or "" for a local step, which is `pack` alone. `pack` returns the contiguous tensor to
+    send, `unpack` the target block, given the tensor received and the source block. For an all-to-all, `send` and
+    `receive` are the elements to and from each peer, and `sent` those that leave the rank: its own tile does not.
     """
 
     call: str
-    pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor, Tensor], Tensor]
+    pack: _Pack
+    unpack: _Unpack
     codec: Codec
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
+    sent: int = 0
 
 
-def recipe_for(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torch.dtype) -> Recipe:
-    """The recipe of a step for the rank at `me`, whose group has these peers in this order."""
+def recipe_for(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
+    """The recipe of a step for the rank at `me`. Its peers are in row-major order of their coords on `step.axes`."""
     match step:
         case Slice():
             return _local(_slice(step, me))
         case Identity():
             return _local(_identity(step, me))
         case Exchange():
-            return _exchange(step, me, peers, dtype)
+            return _exchange(step, me, dtype)
         case AllGather() | AllToAll():
-            return _move(step, me, peers, dtype)
+            return _move(step, me, dtype)
         case AllReduce():
-            return _all_reduce(step, dtype)
+            return _all_reduce(step, me, dtype)
         case ReduceScatter():
-            return _reduce_scatter(step, me, peers, dtype)
+            return _reduce_scatter(step, me, dtype)
         case Step():
             raise TypeError(f"there is no recipe for {type(step).__name__}")
         case _:
             assert_never(step)
 
 
-def _local(run: Callable[[Tensor], Tensor]) -> Recipe:
-    return Recipe("", run, lambda received, block: received, move_codec(torch.float32))
+def _local(run: _Pack) -> Recipe:
+    return Recipe("", run, _as_received, move_codec(torch.float32))
 
 
-def _pieces(step: Step) -> Pieces:
-    pieces = refine(step.source, step.target)
-    if pieces is None:
-        raise RuntimeError(f"{step} was planned across blocks, which is a mistake in shardwise")
-    return pieces
+def _as_received(received: Tensor, block: Tensor) -> Tensor:
+    return received
 
 
-def _slice(step: Step, me: Coord) -> Callable[[Tensor], Tensor]:
+def _slice(step: Step, me: Coord) -> _Pack:
+    shape = block_shape(step.target, me)
     if 0 in step.source.shape:
-        shape = block_shape(step.target, me)
         return lambda block: block.new_empty(shape)
-    box, _ = meet(_pieces(step), step.source.axes.sizes, me, me)
-    # a copy: a view would keep the whole block alive, and writes to it would be seen in both
-    return lambda block: cut_box(block, box).clone(memory_format=torch.contiguous_format)
+    box = boxes_in_source(step.source, step.target, me)
+    # a copy: a view would keep the source block alive, and share writes with it
+    return lambda block: box.cut(block).clone(memory_format=torch.contiguous_format).view(shape)
 
 
-def _identity(step: Step, me: Coord) -> Callable[[Tensor], Tensor]:
+def _identity(step: Step, me: Coord) -> _Pack:
     before, after = dict(step.source.partial), dict(step.target.partial)
     sizes = step.source.axes.sizes
     scale = 1.0
@@ -103,115 +100,143 @@ def _identity(step: Step, me: Coord) -> Callable[[Tensor], Tensor]:
     op = next(iter(new.values()))
     split = step.source.sharded
     scale = math.prod(sizes[a] for a in new if a in split and new[a] == "avg")
-    # max, min and avg of equal values are that value; of a sum or product one rank must hold it alone
+    # max, min and avg of equal values are that value; of a sum or product, only one rank may hold it
     holds = all(me[a] == 0 for a in new if a not in split and new[a] in ("sum", "product"))
-    _, box = meet(_pieces(step), sizes, me, me)
+    box = boxes_in_target(step.source, step.target, me)
     shape = block_shape(step.target, me)
 
     def run(block: Tensor) -> Tensor:
         out = block.new_full(shape, identity_value(block.dtype, op))
         if holds:
-            set_box(out, box, scaled(block, scale) if scale != 1 else block)
+            box.set(out, scaled(block, scale) if scale != 1 else block)
         return out
 
     return run
 
 
-def _move(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torch.dtype) -> Recipe:
-    """Gather or exchange: exact split sizes, or one all-gather where all blocks are alike."""
-    pieces, sizes = _pieces(step), step.source.axes.sizes
-    shape = block_shape(step.target, me)
-    arriving = [meet(pieces, sizes, p, me)[1] for p in peers]
-    codec = move_codec(dtype)
-    if isinstance(step, AllGather):
-        blocks = {block_shape(step.source, p) for p in peers}
-        if len(blocks) == 1:
-            return Recipe("all_gather", _flat, _unpack_gathered(blocks.pop(), shape, arriving), codec)
-    leaving = [meet(pieces, sizes, me, p)[0] for p in peers]
-    mine = peers.index(me)
-    return _by_boxes([[b] for b in leaving], [[b] for b in arriving], mine, shape, codec)
+def pack_tiles(source: Layout, target: Layout, me: Coord, axes: tuple[int, ...]) -> tuple[_Pack, _Counts]:
+    """How to pack the parts of the source block at `me` that its peers over `axes` need, and their sizes."""
+    grid = _grid(source, target, me, axes)
+    if grid is None:
+        boxes = boxes_in_source(source, target, me, axes)
+        return boxes.pack(), boxes.counts
+    counts, order = grid.leaving()
+    if not any(counts):
+        return (lambda block: block.new_empty(0)), counts
+    return (_flat if order.is_identity else lambda block: _flat(order(block))), counts
 
 
-def _exchange(step: Exchange, me: Coord, peers: tuple[Coord, ...], dtype: torch.dtype) -> Recipe:
-    """Ranges of a dim, each from who owns it."""
-    on = step.source.axes
-    before, after = step.shape_before(me), step.shape_at(me)
-    here = place_of(me, step.axes, on)
+def _unpack_tiles(
+    source: Layout, target: Layout, me: Coord, axes: tuple[int, ...], received: _Shape = ()
+) -> tuple[_Unpack, _Counts]:
+    """How to make the target block at `me` of the parts that its peers over `axes` send, and their sizes.
 
-    def box(block: tuple[int, ...], start: int, length: int) -> Box:
-        lengths = tuple((n,) for n in block)
-        starts = tuple((start if d == step.dim else 0,) for d in range(len(block)))
-        return Box(lengths, starts, tuple((length if d == step.dim else n,) for d, n in enumerate(block)))
+    `received` is the shape in which they arrive, if it is not flat; even splits only.
+    """
+    shape = block_shape(target, me)
+    grid = _grid(source, target, me, axes)
+    tiles = None if grid is None else grid.arriving()
+    if tiles is None:
+        boxes = boxes_in_target(source, target, me, axes)
+        if sum(boxes.counts) != math.prod(shape):
+            raise RuntimeError(
+                f"{source} -> {target}: the group of {me} does not hold all of its block. {_BUG}"
+            )
+        copy = boxes.unpack(shape)
+        return (lambda flat, _: copy(flat)), boxes.counts
+    order = tiles.permutation
+    if order.is_identity:
+        return _reshape(received, shape), tiles.counts
+    return (lambda tiles, _: order(tiles).reshape(shape).contiguous()), tiles.counts
 
-    leaving, arriving = [], []
-    for place in [place_of(p, step.axes, on) for p in peers or (me,)]:
-        out = overlaps(step.owned[here], step.wanted[place])
-        coming = overlaps(step.owned[place], step.wanted[here])
-        leaving.append([box(before, o.start, o.length) for o in out])
-        arriving.append([box(after, o.into, o.length) for o in coming])
-    if sum(box_count(b) for boxes in arriving for b in boxes) != math.prod(after):
-        raise RuntimeError(f"{step} wants what nobody owns, which is a mistake in shardwise")
-    mine = peers.index(me) if peers else 0
-    recipe = _by_boxes(leaving, arriving, mine, after, move_codec(dtype))
-    return recipe if step.is_collective else _local(lambda block: recipe.unpack(block.new_empty(0), block))
+
+def _grid(source: Layout, target: Layout, me: Coord, axes: tuple[int, ...]) -> TileGrid | None:
+    return tile_grid(common_pieces(source, target), source.axes.sizes, axes, me)
 
 
-def _by_boxes(
-    leaving: list[list[Box]], arriving: list[list[Box]], mine: int, shape: tuple[int, ...], codec: Codec
-) -> Recipe:
-    """An all-to-all of boxes: those that leave for each peer, and where those that come from it go."""
-    keeping = list(zip(leaving[mine], arriving[mine], strict=True))
-    going = [[] if i == mine else [b for b in boxes if box_count(b)] for i, boxes in enumerate(leaving)]
-    coming = [[] if i == mine else [b for b in boxes if box_count(b)] for i, boxes in enumerate(arriving)]
-    send = tuple(sum(map(box_count, boxes)) for boxes in going)
-    receive = tuple(sum(map(box_count, boxes)) for boxes in coming)
-    flat = [b for boxes in coming for b in boxes]
-    counts = [box_count(b) for b in flat]
-
-    def pack(block: Tensor) -> Tensor:
-        parts = [cut_box(block, b).reshape(-1) for boxes in going for b in boxes]
-        return torch.cat(parts) if parts else block.new_empty(0)
-
-    def unpack(received: Tensor, block: Tensor) -> Tensor:
-        out = received.new_empty(shape)
-        for here, there in keeping:
-            if box_count(there):
-                set_box(out, there, cut_box(block, here))
-        for part, box in zip(received.split(counts) if counts else (), flat, strict=True):
-            set_box(out, box, part)
-        return out
-
-    return Recipe("all_to_all", pack, unpack, codec, send, receive)
+def _reshape(received: _Shape, shape: _Shape) -> _Unpack:
+    return _as_received if received == shape else lambda flat, _: flat.view(shape)
 
 
 def _flat(block: Tensor) -> Tensor:
-    return block.reshape(-1)
+    return block.reshape(-1).contiguous()
 
 
-def _unpack_gathered(
-    block: tuple[int, ...], shape: tuple[int, ...], arriving: list[Box]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    grown = [d for d, (a, b) in enumerate(zip(block, shape, strict=True)) if a != b]
-    in_a_row = [math.prod(b.starts[grown[0]]) for b in arriving] if len(grown) == 1 else []
-    if len(grown) == 1 and len(arriving[0].starts[grown[0]]) == 1 and in_a_row == sorted(in_a_row):
-        d = grown[0]
-        if math.prod(shape[:d]) == 1:
-            return lambda received, _: received.view(shape)
-        return lambda received, _: torch.cat(received.view(len(arriving), *block).unbind(0), dim=d)
+def _whole(shape: _Shape, parts: int, codec: Codec) -> tuple[_Pack, _Shape]:
+    """How to send a block as it is, and in what shape: its own if the first dim has that many equal parts, else flat."""
+    if codec.is_identity and shape and shape[0] % parts == 0:
+        return Tensor.contiguous, shape
+    return _flat, (math.prod(shape),)
 
-    def unpack(received: Tensor, _: Tensor) -> Tensor:
-        out = received.new_empty(shape)
-        for part, box in zip(
-            received.chunk(len(arriving)) if received.numel() else (), arriving, strict=False
-        ):
-            set_box(out, box, part)
-        return out
 
-    return unpack
+def _move(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
+    """An all-gather or all-to-all; an uneven all-gather is an all-to-all, so that nothing is padded."""
+    codec, where = move_codec(dtype), (step.source, step.target, me, step.axes)
+    if isinstance(step, AllGather) and _grid(*where) is not None:
+        pack, wire = _whole(block_shape(step.source, me), 1, codec)
+        unpack, _ = _unpack_tiles(*where, (step.group_size * wire[0], *wire[1:]))
+        return Recipe("all_gather", pack, unpack, codec)
+    pack, send = pack_tiles(*where)
+    unpack, receive = _unpack_tiles(*where)
+    return _all_to_all(step, me, pack, unpack, codec, send, receive)
+
+
+def _all_to_all(
+    step: Step, me: Coord, pack: _Pack, unpack: _Unpack, codec: Codec, send: _Counts, receive: _Counts
+) -> Recipe:
+    sent = sum(send) - send[place_of(me, step.axes, step.source.axes)]
+    return Recipe("all_to_all", pack, unpack, codec, send, receive, sent)
+
+
+def _exchange(step: Exchange, me: Coord, dtype: torch.dtype) -> Recipe:
+    """Ranges of a dim, each from its owner; what a rank keeps is copied and not sent."""
+    dim, shape = step.dim, step.shape_at(me)
+    if 0 in shape and not step.is_collective:
+        return _local(lambda block: block.new_empty(shape))
+    here = place_of(me, step.axes, step.source.axes)
+    owned, wanted = step.owned[here], step.wanted[here]
+    keeping = overlaps(owned, wanted)
+    others = [i for i in range(len(step.owned)) if i != here] if step.is_collective else []
+    going = {i: _overlaps(owned, step.wanted[i]) for i in others}
+    coming = {i: _overlaps(step.owned[i], wanted) for i in others}
+    cuts = [(o.start, o.length) for some in going.values() for o in some]
+    parts = [o for some in coming.values() for o in some]
+    if sum(o.length for o in (*parts, *keeping)) != shape[dim]:
+        raise RuntimeError(f"{step}: no rank owns some of the positions that {me} wants. {_BUG}")
+    shapes = [(*shape[:dim], o.length, *shape[dim + 1 :]) for o in parts]
+    counts = [math.prod(s) for s in shapes]
+    order = sorted(range(len(parts) + len(keeping)), key=lambda i: (*parts, *keeping)[i].into)
+
+    def pack(block: Tensor) -> Tensor:
+        flat = [block.narrow(dim, start, length).reshape(-1) for start, length in cuts]
+        return torch.cat(flat) if flat else block.new_empty(0)
+
+    def unpack(received: Tensor, block: Tensor) -> Tensor:
+        if not order:
+            return block.new_empty(shape)
+        tiles = received.split(counts) if counts else ()
+        found = [tile.view(s) for tile, s in zip(tiles, shapes, strict=True)]
+        found += [block.narrow(dim, o.start, o.length) for o in keeping]
+        return torch.cat([found[i] for i in order], dim).contiguous()
+
+    if not step.is_collective:
+        return _local(lambda block: unpack(block, block))
+    width = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    send, receive = (_elements(side, len(step.owned), width) for side in (going, coming))
+    return Recipe("all_to_all", pack, unpack, move_codec(dtype), send, receive, sum(send))
+
+
+def _overlaps(owned: Ranges, wanted: Ranges) -> list[Overlap]:
+    """The same as `overlaps`, fast for the many peers that have nothing in common."""
+    return overlaps(owned, wanted) if any(a < d and c < b for a, b in owned for c, d in wanted) else []
+
+
+def _elements(by_peer: dict[int, list[Overlap]], peers: int, width: int) -> tuple[int, ...]:
+    return tuple(width * sum(o.length for o in by_peer.get(i, ())) for i in range(peers))
 
 
 def _wire_op(step: Step) -> tuple[str, int]:
-    """The op to reduce by, and what to divide by afterwards."""
+    """The op to reduce with, and the number to divide by afterwards."""
     ops = step.reduced
     sizes = step.source.axes.sizes
     mean = math.prod(sizes[a] for a, op in ops.items() if op == "avg")
@@ -219,43 +244,33 @@ def _wire_op(step: Step) -> tuple[str, int]:
     return ("sum" if op == "avg" else op), mean
 
 
-def _all_reduce(step: Step, dtype: torch.dtype) -> Recipe:
+def _divide(mean: int, unpack: _Unpack) -> _Unpack:
+    """Unpacking that first divides a sum by the number of its terms."""
+    return unpack if mean == 1 else lambda received, block: unpack(divided(received, mean), block)
+
+
+def _all_reduce(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
     op, mean = _wire_op(step)
-    return Recipe(
-        "all_reduce",
-        _flat,
-        lambda received, block: divided(received, mean).view(block.shape),
-        reduce_codec(dtype, op),
-    )
+    codec, shape = reduce_codec(dtype, op), block_shape(step.source, me)
+    pack, wire = _whole(shape, 1, codec)
+    return Recipe("all_reduce", pack, _divide(mean, _reshape(wire, shape)), codec)
 
 
-def _reduce_scatter(step: Step, me: Coord, peers: tuple[Coord, ...], dtype: torch.dtype) -> Recipe:
-    pieces, sizes = _pieces(step), step.source.axes.sizes
+def _reduce_scatter(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
     op, mean = _wire_op(step)
-    leaving = [meet(pieces, sizes, me, p)[0] for p in peers]
-    counts = [box_count(b) for b in leaving]
-    mine = peers.index(me)
-    shape = box_shape(leaving[mine])
+    shape, peers = block_shape(step.target, me), step.group_size
+    count = math.prod(shape)
+    pack, send = pack_tiles(step.source, step.target, me, step.axes)
+    if min(send) == max(send):
+        codec = reduce_codec(dtype, op)
+        wire: _Shape = (count * peers,)
+        if pack is _flat:
+            pack, wire = _whole(block_shape(step.source, me), peers, codec)
+        unpack = _reshape((wire[0] // peers, *wire[1:]), shape)
+        return Recipe("reduce_scatter", pack, _divide(mean, unpack), codec)
 
-    def pack(block: Tensor) -> Tensor:
-        parts = [cut_box(block, b).reshape(-1) for b, n in zip(leaving, send, strict=True) if n]
-        return torch.cat(parts) if parts else block.new_empty(0)
+    # Blocks differ in size: send each peer exactly its part and reduce here, in the order of the ranks.
+    def reduce(received: Tensor, _: Tensor) -> Tensor:
+        return divided(reduce_rows(received.view(peers, count), op), mean).view(shape)
 
-    if len(set(counts)) == 1:
-        send = tuple(counts)
-        return Recipe(
-            "reduce_scatter",
-            pack,
-            lambda received, _: divided(received, mean).view(shape),
-            reduce_codec(dtype, op),
-        )
-    # Blocks differ: send each peer exactly its part and reduce here, in the order of the ranks.
-    send = tuple(0 if i == mine else n for i, n in enumerate(counts))
-    receive = tuple(0 if i == mine else counts[mine] for i in range(len(peers)))
-
-    def unpack(received: Tensor, block: Tensor) -> Tensor:
-        parts = list(received.split(receive))
-        parts[mine] = cut_box(block, leaving[mine]).reshape(-1)
-        return divided(reduce_all(parts, op), mean).view(shape)
-
-    return Recipe("all_to_all", pack, unpack, move_codec(dtype), send, receive)
+    return _all_to_all(step, me, pack, reduce, move_codec(dtype), send, (count,) * peers)

@@ -1,9 +1,9 @@
-"""Running plans: over process groups, or over all ranks in this process."""
+"""Running plans: over process groups, or for all ranks of a simulation in this process."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -14,190 +14,174 @@ from shardwise.comm.async_block import Pending
 from shardwise.comm.codec import reduce_all, reduce_codec
 from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import (
-    Coord,
     PerMesh,
-    axes_of,
     coord_of,
     group_of,
     groups_along,
     members_of,
-    peers_of,
     siblings_of,
 )
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, recipe_for
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.plan import AllReduce, Plan, Step
+from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
 
 __all__ = ["run", "start"]
 
-_ready = PerMesh(most=4096)
+_Stage = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+"""A compiled step: a function that starts it, and one that completes it, given the first one's result and the block."""
+
+_programs = PerMesh(most=4096)
+at_simulation_end(_programs.clear)
 
 
 def run(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Take a block, or the blocks of all ranks, through a plan."""
-    for go in _closures(plan, block, mesh):
-        block = go(block)()
+    """Take a block, or the blocks of all ranks of a simulation, through a plan."""
+    for begin, finish in _program(plan, block, mesh):
+        block = finish(begin(block), block)
     return block
 
 
 def start(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor | Pending:
-    """Like `run`, but do not wait for the last collective: its value is there when it is first used."""
-    closures = _closures(plan, block, mesh)
+    """Like `run`, but return a `Pending` that waits for the last collective, if there is one."""
+    program = _program(plan, block, mesh)
     last = max((i for i, step in enumerate(plan.steps) if step.is_collective), default=None)
-    if last is None or not closures or type(block) is PerRank:
+    if last is None or not program or type(block) is PerRank:
         return run(plan, block, mesh)
-    for go in closures[:last]:
-        block = go(block)()
-    if last == 0 and not isinstance(plan.steps[0], AllReduce):  # which works on a copy anyway
-        # the block is the caller's, who may write to it while it is being read
+    for begin, finish in program[:last]:
+        block = finish(begin(block), block)
+    if last == 0 and not isinstance(plan.steps[0], AllReduce):  # which copies its input
+        # the caller may write to the block while it is being sent
         block = block.clone(memory_format=torch.contiguous_format)
-    finish = closures[last](block)
+    begin, complete = program[last]
+    coming = begin(block)
 
-    def wait() -> Tensor:
-        out = finish()
-        for go in closures[last + 1 :]:
-            out = go(out)()
+    def wait_and_go_on() -> Tensor:
+        out = complete(coming, block)
+        for begin, finish in program[last + 1 :]:
+            out = finish(begin(out), out)
         return out
 
-    return Pending(wait, block.device)
+    return Pending(wait_and_go_on, block.device)
 
 
-# A closure begins a step and returns what ends it: between the two, other work may run.
-_Closure = Callable[[Tensor], Callable[[], Tensor]]
+def _program(plan: Plan, block: Tensor, mesh: DeviceMesh) -> tuple[_Stage, ...]:
+    """The plan compiled for this mesh and dtype; empty on a rank that is not on the mesh."""
+    compiler = _real
+    if type(block) is PerRank:
+        compiler = _dry_run if next(iter(block._blocks.values())).is_meta else _simulated
+    key = (plan, block.dtype, compiler)
+    program: tuple[_Stage, ...] | None = _programs.find(mesh, key)
+    if program is None:
+        dtype = block.dtype
+        is_here = compiler is not _real or coord_of(mesh) is not None
+        steps = plan.steps if is_here else ()
+        program = _programs.get(mesh, key, lambda: tuple(compiler(step, mesh, dtype) for step in steps))
+    return program
 
 
-def _closures(plan: Plan, block: Tensor, mesh: DeviceMesh) -> list[_Closure]:
-    """The plan compiled for this mesh and dtype; nothing at all on a rank that is not on the mesh."""
-    simulated = isinstance(block, PerRank)
-    imagined = isinstance(block, PerRank) and next(iter(block._blocks.values())).is_meta
-
-    def make() -> list[_Closure]:
-        if simulated:
-            play = _imagined if imagined else _simulated
-            return [play(step, mesh, block.dtype) for step in plan.steps]
-        me = coord_of(mesh)
-        return [] if me is None else [_real(step, mesh, me, block.dtype) for step in plan.steps]
-
-    return _ready.get(mesh, (plan, block.dtype, simulated, imagined), make)
+def _as_begun(coming: Tensor, block: Tensor) -> Tensor:
+    return coming
 
 
-def _real(step: Step, mesh: DeviceMesh, me: Coord, dtype: torch.dtype) -> _Closure:
+def _real(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
+    """A step on this rank of a process group."""
+    recipe = recipe_for(step, coord_of(mesh) or (), dtype)
     if not step.is_collective:
-        local = recipe_for(step, me, (), dtype).pack
-        return lambda block: lambda: local(block)
-    group = group_of(mesh, step.axes)
-    recipe = recipe_for(step, me, group.peers, dtype)
-    call = _CALLS[recipe.call]
-    n = len(group.peers)
+        return recipe.pack, _as_begun
+    call = _collective(recipe, group_of(mesh, step.axes).name, step.group_size)
+    pack, unpack, decode = recipe.pack, recipe.unpack, recipe.codec.decode
+    encode = recipe.codec.encode
 
-    def begin(block: Tensor) -> Callable[[], Tensor]:
-        wire = recipe.codec.encode(recipe.pack(block)).contiguous()
+    def begin(block: Tensor) -> Tensor:
+        wire = encode(pack(block))
         if is_counting():
-            record(_entry(step, recipe, wire.nbytes))
-        coming = call(wire, recipe, n, group.name)
+            record(_entry(step, recipe, wire))
+        return call(wire)
 
-        def finish() -> Tensor:
-            received = torch.ops._c10d_functional.wait_tensor(coming)
-            return recipe.unpack(recipe.codec.decode(received), block)
+    def finish(coming: Tensor, block: Tensor) -> Tensor:
+        return unpack(decode(wait(coming)), block)
 
-        return finish
-
-    return begin
+    return begin, finish
 
 
-def _all_gather(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_gather_into_tensor(wire, n, group)  # type: ignore[no-any-return]
+def _collective(recipe: Recipe, group: str, size: int) -> Callable[[Tensor], Tensor]:
+    op, scale = recipe.codec.op, recipe.codec.scale
+    match recipe.call:
+        case "all_gather":
+            return lambda wire: all_gather(wire, size, group)
+        case "all_reduce":
+            return lambda wire: all_reduce(wire, op, group)
+        case "reduce_scatter":
+            return lambda wire: reduce_scatter(wire, op, size, group)
+        case _:
+            receive, send = [n * scale for n in recipe.receive], [n * scale for n in recipe.send]
+            return lambda wire: all_to_all(wire, receive, send, group)
 
 
-def _all_reduce(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_reduce(wire, recipe.codec.op, group)  # type: ignore[no-any-return]
-
-
-def _reduce_scatter(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
-        wire, recipe.codec.op, n, group
-    )
-
-
-def _all_to_all(wire: Tensor, recipe: Recipe, n: int, group: str) -> Tensor:
-    scale = recipe.codec.scale
-    receive, send = [c * scale for c in recipe.receive], [c * scale for c in recipe.send]
-    return torch.ops._c10d_functional.all_to_all_single(wire, receive, send, group)  # type: ignore[no-any-return]
-
-
-_CALLS = {
-    "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-}
-
-
-def _entry(step: Step, recipe: Recipe, nbytes: int) -> Sent:
-    """What one rank sends, by the ring that each collective is modelled on."""
+def _entry(step: Step, recipe: Recipe, wire: Tensor) -> Sent:
+    """The bytes that one rank sends, by the ring algorithm of each collective."""
     n = step.group_size
-    share = {
-        "all_gather": Fraction(n - 1),
-        "all_reduce": Fraction(2 * (n - 1), n),
-        "reduce_scatter": Fraction(n - 1, n),
-        "all_to_all": Fraction(1),
-    }[recipe.call]
-    return Sent(step.name, recipe.call, step.source.axes.names_of(step.axes), n, share * nbytes)
+    match recipe.call:
+        case "all_gather":
+            sent = Fraction((n - 1) * wire.nbytes)
+        case "all_reduce":
+            sent = Fraction(2 * (n - 1) * wire.nbytes, n)
+        case "reduce_scatter":
+            sent = Fraction((n - 1) * wire.nbytes, n)
+        case _:
+            sent = Fraction(recipe.sent * recipe.codec.scale * wire.itemsize)
+    return Sent(step.name, recipe.call, step.source.axes.names_of(step.axes), n, sent)
 
 
-def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
-    members, sizes = members_of(mesh), axes_of(mesh).sizes
+def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
+    """A step on all ranks of a simulation."""
+    members = members_of(mesh)
+    recipes = {r: recipe_for(step, c, dtype) for r, c in members.items()}
     if not step.is_collective:
-        local = {r: recipe_for(step, c, (), dtype).pack for r, c in members.items()}
-        return lambda block: lambda: PerRank({r: fn(_block(block, r)) for r, fn in local.items()})
-    peers = {r: peers_of(c, step.axes, sizes) for r, c in members.items()}
-    recipes = {r: recipe_for(step, c, peers[r], dtype) for r, c in members.items()}
+        return lambda block: PerRank({r: x.pack(_block(block, r)) for r, x in recipes.items()}), _as_begun
     groups = groups_along(mesh, step.axes)
 
-    def begin(block: Tensor) -> Callable[[], Tensor]:
+    def run_collective(block: Tensor) -> Tensor:
         wires = {r: recipe.codec.encode(recipe.pack(_block(block, r))) for r, recipe in recipes.items()}
         if is_counting():
-            entries = [_entry(step, recipes[r], wire.nbytes) for r, wire in wires.items()]
-            first = entries[0]
-            total = sum((e.bytes for e in entries), Fraction(0))
-            record(Sent(first.step, first.called, first.axes, first.group_size, total))
+            entries = [_entry(step, recipes[r], wire) for r, wire in wires.items()]
+            record(replace(entries[0], bytes=sum((e.bytes for e in entries), Fraction(0))))
         out = {}
         for group in groups:
             received = _exchange([recipes[r] for r in group], [wires[r] for r in group])
             for r, wire in zip(group, received, strict=True):
                 recipe = recipes[r]
                 out[r] = recipe.unpack(recipe.codec.decode(wire), _block(block, r))
-        result = PerRank({r: out[r] for r in members})
-        return lambda: result
+        return PerRank({r: out[r] for r in members})
 
-    return begin
+    return run_collective, _as_begun
 
 
-def _imagined(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Closure:
-    """A step on meta tensors: shapes follow from the layout and bytes from the plan, so no rank need be played."""
+def _dry_run(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
+    """A step on the meta tensors of a simulation: shapes follow from the layouts and bytes from the plan."""
     shapes = {r: step.shape_at(c) for r, c in members_of(mesh).items()}
     entry = None
     if step.is_collective:
-        me = next(iter(members_of(mesh).values()))
         probe = torch.empty(8, dtype=dtype, device="meta")
         uneven = len(set(shapes.values())) > 1
         ops = ["sum" if op == "avg" else op for op in step.reduced.values()]
         if uneven and any(reduce_codec(dtype, op).encode(probe).nbytes != probe.nbytes for op in ops):
-            # what is reduced in a wider dtype goes as itself in the groups whose blocks are uneven
+            # groups of even blocks reduce in the wider dtype of the codec, groups of uneven ones send their own
             return _simulated(step, mesh, dtype)
-        recipe = recipe_for(step, me, peers_of(me, step.axes, axes_of(mesh).sizes), dtype)
+        recipe = recipe_for(step, next(iter(members_of(mesh).values())), dtype)
         width = recipe.codec.encode(probe).nbytes // 8
         sent = Fraction(step.elements * width * len(siblings_of(mesh)))
         names = step.source.axes.names_of(step.axes)
         entry = Sent(step.name, recipe.call, names, step.group_size, sent)
 
-    def begin(block: Tensor) -> Callable[[], Tensor]:
+    def infer_blocks(block: Tensor) -> Tensor:
         if entry is not None and is_counting():
             record(entry)
-        result = PerRank({r: torch.empty(s, dtype=dtype, device="meta") for r, s in shapes.items()})
-        return lambda: result
+        return PerRank({r: torch.empty(s, dtype=dtype, device="meta") for r, s in shapes.items()})
 
-    return begin
+    return infer_blocks, _as_begun
 
 
 def _block(blocks: Tensor, rank: int) -> Tensor:
@@ -205,7 +189,7 @@ def _block(blocks: Tensor, rank: int) -> Tensor:
 
 
 def _exchange(recipes: list[Recipe], wires: list[Tensor]) -> list[Tensor]:
-    """What each rank of one group receives."""
+    """What each rank of one group receives, given what each sends."""
     first = recipes[0]
     match first.call:
         case "all_gather":
@@ -221,6 +205,4 @@ def _exchange(recipes: list[Recipe], wires: list[Tensor]) -> list[Tensor]:
 
 
 def _reduced(wires: list[Tensor], op: str) -> Tensor:
-    if math.prod(wires[0].shape) == 0:
-        return wires[0].clone()
-    return reduce_all(wires, op)
+    return reduce_all(wires, op) if wires[0].numel() else wires[0].clone()

@@ -1,32 +1,62 @@
-"""Which ranks this process plays: one of a real world, or all of a simulated one."""
+"""Simulation of all ranks of a world in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import Coord, coord_of, members_of
+from shardwise.comm.mesh import Coord, coord_of, forget_groups, members_of
 from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
-from shardwise.comm.simulated_collectives import watching_meshes
+from shardwise.comm.simulated_collectives import known_meshes
+from shardwise.torch_internals.mesh import restored_mesh_stack
+from shardwise.torch_internals.process_groups import fake_world
 
-__all__ = ["is_simulated", "on_mesh", "per_rank", "simulate"]
+__all__ = ["at_simulation_end", "is_simulated", "on_mesh", "per_rank", "simulate"]
 
-_simulated: list[int] = []
+_simulated: list[int] = []  # the world size, inside a simulation
+_at_end: list[Callable[[], object]] = []
 
 
 def is_simulated() -> bool:
-    """Whether all ranks are played by this process."""
+    """Whether this process simulates all ranks."""
     return bool(_simulated)
+
+
+def at_simulation_end(callback: Callable[[], object]) -> None:
+    """Call a function each time a simulation has ended, normally or by an exception.
+
+    Meant for modules with caches of what belongs to a world. All callbacks run, in the order in which they were
+    given, even if one raises; then the first error is raised.
+    """
+    _at_end.append(callback)
+
+
+def _call_back() -> None:
+    errors = []
+    for callback in (forget_groups, *_at_end):
+        try:
+            callback()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
 def simulate(world_size: int) -> Iterator[None]:
-    """Play all ranks of a world in this process: meshes, tensors, autograd and collectives work as on real ones.
+    """Simulate all ranks of a world in this process: meshes, tensors, autograd and collectives work as on real ranks.
+
+    Args:
+        world_size: the number of ranks, at least 1.
+
+    Raises:
+        ValueError: `world_size` is not a positive int.
+        RuntimeError: inside another simulation, or in a process that is a rank of a process group.
 
     >>> import torch
     >>> from shardwise import DeviceMesh, Shard, distribute_tensor, init_device_mesh
@@ -38,40 +68,37 @@ def simulate(world_size: int) -> Iterator[None]:
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(
-            f"simulate({world_size!r}) is not a world.\n"
-            "  why: a world has a whole number of ranks, at least 1\n"
+            f"simulate: world_size must be an int of at least 1, got {world_size!r}.\n"
+            "  why: it is the number of ranks to simulate\n"
             "  fix: simulate(8)"
         )
     if _simulated:
         raise RuntimeError(
-            f"simulate({world_size}) inside simulate({_simulated[-1]}).\n"
-            "  why: a process plays one world at a time; simulations do not nest\n"
-            "  fix: leave the outer one first, or make a smaller mesh inside it"
+            f"simulate({world_size}) was called inside simulate({_simulated[-1]}).\n"
+            "  why: simulations cannot be nested\n"
+            "  fix: leave the outer simulation first, or create a smaller mesh inside it"
         )
     if dist.is_initialized():
         raise RuntimeError(
-            f"simulate({world_size}) inside a process group of {dist.get_world_size()} real ranks.\n"
-            "  why: a process is one rank of that group and cannot play others\n"
-            "  fix: simulate in a process of its own, or call torch.distributed.destroy_process_group() first"
+            f"simulate({world_size}) was called in a process group of {dist.get_world_size()} real ranks.\n"
+            "  why: this process is one rank of that group and cannot simulate others\n"
+            "  fix: simulate in another process, or call torch.distributed.destroy_process_group() first"
         )
-    stack = list(_mesh_resources.mesh_stack)
-    # The fake backend never sends: our steps run over PerRank values and do not ask it to.
-    dist.init_process_group("fake", rank=0, world_size=world_size)
-    _simulated.append(world_size)
-    try:
-        with watching_meshes():
-            yield
-    finally:
-        _simulated.pop()
-        _mesh_resources.mesh_stack[:] = stack
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with ExitStack() as stack:
+        stack.callback(_call_back)
+        stack.enter_context(restored_mesh_stack())
+        # the fake backend sends nothing: collectives run on the blocks of all ranks, in PerRank tensors
+        stack.enter_context(fake_world(world_size))
+        _simulated.append(world_size)
+        stack.callback(_simulated.pop)
+        stack.enter_context(known_meshes())
+        yield
 
 
 def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
-    """Call `fn(rank, *values)`: here on a real rank, once for each rank in a simulation.
+    """Call `fn(rank, *values)` on this rank, or in a simulation once for each rank.
 
-    Tensors that come back are one per rank; tensors that go in are the rank's own.
+    `fn` gets the rank's own block of each PerRank value; tensors that it returns become PerRank tensors.
 
     >>> import torch
     >>> with simulate(3):
@@ -89,9 +116,9 @@ def _rank_values(values: tuple[Any, ...], rank: int) -> list[Any]:
 
 
 def on_mesh(mesh: DeviceMesh, fn: Callable[..., Any], *blocks: Tensor) -> Any:
-    """Call `fn(coord, *blocks)` on each rank of the mesh that this process plays; None if it plays none.
+    """Call `fn(coord, *blocks)` on this rank, or in a simulation for each rank of the mesh; None off the mesh.
 
-    Everything that depends on the coord goes through here.
+    Code that depends on the coord goes through this function.
     """
     if _simulated or any(type(b) is PerRank for b in blocks):
         coords = members_of(mesh)

@@ -1,40 +1,41 @@
-"""The user's own collectives in a simulation: `torch.distributed` and functional ones over PerRank tensors."""
+"""Collectives that the user calls in a simulation: those of `torch.distributed` and functional ones."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.codec import reduce_all
 from shardwise.comm.mesh import groups_along
-from shardwise.comm.per_rank import PerRank
+from shardwise.comm.per_rank import PerRank, handle_collectives
+from shardwise.torch_internals.mesh import axis_group_names, watch_new_meshes
+from shardwise.torch_internals.process_groups import resolve_group
 
-__all__ = ["collective", "watching_meshes"]
+__all__ = ["known_meshes", "run_collective"]
 
 
-def collective(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a collective of torch on the blocks of all ranks."""
-    run = _FUNCTIONAL.get(name) or _IN_PLACE.get(name)
+def run_collective(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a collective, by its name in `collective_name`, on the blocks of all ranks."""
+    run = _RUN.get(name)
     if run is None:
-        known = ", ".join(sorted({*_IN_PLACE}))
+        known = ", ".join(sorted(name for name in _RUN if "." not in name))
         raise RuntimeError(
             f"torch.distributed.{name} cannot run on simulated ranks.\n"
-            "  why: all ranks are in this process, and this one is not played here\n"
+            "  why: in a simulation all ranks are in this process, and this collective is not simulated\n"
             f"  fix: use one of {known}, or run on real processes with shardwise.launch"
         )
     return run(*args, **kwargs)
 
 
 class _Done:
-    """The handle of a collective that has ended already."""
+    """The handle of a collective that has already completed."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -47,37 +48,30 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 @contextmanager
-def watching_meshes() -> Iterator[None]:
-    """Know the meshes that are made inside the block, for a group alone does not tell its siblings."""
-    made = DeviceMesh.__init__
-
-    def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        _meshes.add(self)
-
-    DeviceMesh.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DeviceMesh.__init__ = made  # type: ignore[method-assign]
-        _meshes.clear()
+def known_meshes() -> Iterator[None]:
+    """Know the meshes that are created inside: a group alone does not tell the groups of the other ranks."""
+    with watch_new_meshes(_meshes.add):
+        try:
+            yield
+        finally:
+            _meshes.clear()
 
 
-def _groups(group: Any, held: PerRank) -> list[tuple[int, ...]]:
-    """Rank 0's group and, if it is of an axis of a mesh, the groups of the other ranks along that axis."""
+def _groups(group: Any, blocks: PerRank) -> list[tuple[int, ...]]:
+    """The ranks of a group of rank 0 and, if it belongs to an axis of a mesh, of all groups along that axis."""
     if group is None:
-        return [tuple(held._blocks)]
+        return [tuple(blocks._blocks)]
     if isinstance(group, str):
-        group = _resolve_process_group(group)  # type: ignore[arg-type]
+        group = resolve_group(group)
     for mesh in _meshes:
-        names = getattr(mesh, "_dim_group_names", ())
+        names = axis_group_names(mesh)
         if group.group_name in names and len(names) == mesh.ndim:
             return groups_along(mesh, (names.index(group.group_name),))
     return [tuple(dist.get_process_group_ranks(group))]
 
 
 def _per_group(x: PerRank, group: Any, fn: Callable[[list[Tensor]], list[Tensor]]) -> PerRank:
-    """`fn` of each group's blocks gives each of its ranks' results; ranks in no group keep theirs."""
+    """Apply `fn` to the blocks of each group, which returns one result per rank; ranks in no group keep their blocks."""
     out = dict(x._blocks)
     for ranks in _groups(group, x):
         out.update(zip(ranks, fn([x._blocks[r] for r in ranks]), strict=True))
@@ -88,9 +82,9 @@ def _op(op: Any) -> str:
     name = str(op).rsplit(".", 1)[-1].lower()
     if name not in ("sum", "avg", "max", "min", "product"):
         raise RuntimeError(
-            f"reduction {op} cannot run on simulated ranks.\n"
-            "  why: it is not one of sum, avg, max, min, product\n"
-            "  fix: use one of those"
+            f"a reduction by {op} cannot run on simulated ranks.\n"
+            "  why: only sum, avg, max, min and product are simulated\n"
+            "  fix: use one of these, or run on real processes with shardwise.launch"
         )
     return name
 
@@ -105,10 +99,10 @@ def _all_reduce(x: PerRank, op: Any, group: Any) -> PerRank:
 
 
 def _all_gather(x: PerRank, _: int, group: Any) -> PerRank:
-    return _per_group(x, group, lambda parts: [torch.cat([_row(p) for p in parts]) for _ in parts])
+    return _per_group(x, group, lambda parts: [torch.cat([_at_least_1d(p) for p in parts]) for _ in parts])
 
 
-def _row(t: Tensor) -> Tensor:
+def _at_least_1d(t: Tensor) -> Tensor:
     return t.reshape(1) if t.dim() == 0 else t
 
 
@@ -118,8 +112,8 @@ def _reduce_scatter(x: PerRank, op: Any, _: int, group: Any) -> PerRank:
 
 def _all_to_all(x: PerRank, _: Any, send: Any, group: Any) -> PerRank:
     def run(parts: list[Tensor]) -> list[Tensor]:
-        cut = [p.split(list(send)) if send else p.chunk(len(parts)) for p in parts]
-        return [torch.cat([c[i] for c in cut]) for i in range(len(parts))]
+        sent = [p.split(list(send)) if send else p.chunk(len(parts)) for p in parts]
+        return [torch.cat([s[i] for s in sent]) for i in range(len(parts))]
 
     return _per_group(x, group, run)
 
@@ -128,12 +122,12 @@ def _broadcast(x: PerRank, source: int, group: Any) -> PerRank:
     return _per_group(x, group, lambda parts: [parts[source].clone() for _ in parts])
 
 
-def _into(target: Any, result: PerRank, async_op: bool) -> _Done | None:
+def _copy_into(target: Any, result: PerRank, async_op: bool) -> _Done | None:
     if not isinstance(target, PerRank):
         raise RuntimeError(
-            "a collective in a simulation got a plain tensor to write to.\n"
-            "  why: each rank receives a value of its own\n"
-            "  fix: make it with shardwise.per_rank(lambda rank: torch.empty(…))"
+            f"a collective in a simulation got a {type(target).__name__} as its output.\n"
+            "  why: each rank receives its own value, so the output must be a PerRank tensor\n"
+            "  fix: create it with shardwise.per_rank(lambda rank: torch.empty(…))"
         )
     for r, block in target._blocks.items():
         block.copy_(result._blocks[r].view(block.shape))
@@ -143,17 +137,17 @@ def _into(target: Any, result: PerRank, async_op: bool) -> _Done | None:
 def _c10d_all_reduce(
     tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    return _into(tensor, _all_reduce(tensor, op, group), async_op)
+    return _copy_into(tensor, _all_reduce(tensor, op, group), async_op)
 
 
 def _c10d_broadcast(
     tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None
 ) -> Any:
-    return _into(tensor, _broadcast(tensor, _place(src, group, group_src), group), async_op)
+    return _copy_into(tensor, _broadcast(tensor, _index_in_group(src, group, group_src), group), async_op)
 
 
-def _place(rank: Any, group: Any, group_rank: Any) -> int:
-    """A rank's place in its group, given as either; 0 where neither is, as in torch."""
+def _index_in_group(rank: Any, group: Any, group_rank: Any) -> int:
+    """The index of a rank in its group, given by global rank or by index; 0 if neither is given, as in torch."""
     if group_rank is not None:
         return int(group_rank)
     rank = 0 if rank is None else rank
@@ -168,12 +162,12 @@ def _c10d_reduce(
     async_op: bool = False,
     group_dst: Any = None,
 ) -> Any:
-    at = _place(dst, group, group_dst)
+    at = _index_in_group(dst, group, group_dst)
 
     def run(parts: list[Tensor]) -> list[Tensor]:
         return [_reduced(parts, _op(op)) if i == at else p for i, p in enumerate(parts)]
 
-    return _into(tensor, _per_group(tensor, group, run), async_op)
+    return _copy_into(tensor, _per_group(tensor, group, run), async_op)
 
 
 def _c10d_scatter(
@@ -184,13 +178,13 @@ def _c10d_scatter(
     async_op: bool = False,
     group_src: Any = None,
 ) -> Any:
-    at = _place(src, group, group_src)
+    at = _index_in_group(src, group, group_src)
     out = dict(tensor._blocks)
     for ranks in _groups(group, tensor):
         for i, r in enumerate(ranks):
             part = scatter_list[i]
             out[r] = part._blocks[ranks[at]] if isinstance(part, PerRank) else part
-    return _into(tensor, PerRank(out), async_op)
+    return _copy_into(tensor, PerRank(out), async_op)
 
 
 def _c10d_gather(
@@ -201,7 +195,7 @@ def _c10d_gather(
     async_op: bool = False,
     group_dst: Any = None,
 ) -> Any:
-    at = _place(dst, group, group_dst)
+    at = _index_in_group(dst, group, group_dst)
     for ranks in _groups(group, tensor):
         for i, r in enumerate(ranks):
             gather_list[i]._blocks[ranks[at]].copy_(tensor._blocks[r])
@@ -227,20 +221,20 @@ def _c10d_all_to_all(outputs: Any, inputs: Any, group: Any = None, async_op: boo
 
 
 def _c10d_all_gather_single(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Any:
-    return _into(output, _all_gather(input, 0, group), async_op)
+    return _copy_into(output, _all_gather(input, 0, group), async_op)
 
 
 def _c10d_all_gather(outputs: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     whole = _per_group(tensor, group, lambda parts: [torch.stack(parts) for _ in parts])
     for i, out in enumerate(outputs):
-        _into(out, PerRank({r: t[i] for r, t in whole._blocks.items()}), False)
+        _copy_into(out, PerRank({r: t[i] for r, t in whole._blocks.items()}), False)
     return _Done() if async_op else None
 
 
 def _c10d_reduce_scatter_single(
     output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    return _into(output, _reduce_scatter(input, op, 0, group), async_op)
+    return _copy_into(output, _reduce_scatter(input, op, 0, group), async_op)
 
 
 def _c10d_all_to_all_single(
@@ -251,35 +245,28 @@ def _c10d_all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    return _into(output, _all_to_all(input, output_split_sizes, input_split_sizes, group), async_op)
+    return _copy_into(output, _all_to_all(input, output_split_sizes, input_split_sizes, group), async_op)
 
 
-def _same(x: Any) -> Any:
-    return x
-
-
-_FUNCTIONAL: dict[str, Callable[..., Any]] = {
-    "_c10d_functional::all_reduce": _all_reduce,
-    "_c10d_functional::all_gather_into_tensor": _all_gather,
-    "_c10d_functional::reduce_scatter_tensor": _reduce_scatter,
-    "_c10d_functional::all_to_all_single": _all_to_all,
-    "_c10d_functional::broadcast": _broadcast,
-    "_c10d_functional::wait_tensor": _same,
-    "_c10d_functional::_wrap_tensor_autograd": _same,
-}
-# torch's old names and its newer ones for the same functions
-_IN_PLACE: dict[str, Callable[..., Any]] = {
-    "all_reduce": _c10d_all_reduce,
-    "broadcast": _c10d_broadcast,
+_RUN: dict[str, Callable[..., Any]] = {
+    "functional.all_gather": _all_gather,
+    "functional.all_reduce": _all_reduce,
+    "functional.all_to_all": _all_to_all,
+    "functional.broadcast": _broadcast,
+    "functional.reduce_scatter": _reduce_scatter,
+    "functional.wait": lambda x: x,
     "all_gather": _c10d_all_gather,
     "all_gather_into_tensor": _c10d_all_gather_single,
     "all_gather_single": _c10d_all_gather_single,
-    "reduce_scatter_tensor": _c10d_reduce_scatter_single,
-    "reduce_scatter_single": _c10d_reduce_scatter_single,
-    "all_to_all_single": _c10d_all_to_all_single,
+    "all_reduce": _c10d_all_reduce,
     "all_to_all": _c10d_all_to_all,
+    "all_to_all_single": _c10d_all_to_all_single,
+    "broadcast": _c10d_broadcast,
+    "gather": _c10d_gather,
     "reduce": _c10d_reduce,
     "reduce_scatter": _c10d_reduce_scatter,
+    "reduce_scatter_single": _c10d_reduce_scatter_single,
+    "reduce_scatter_tensor": _c10d_reduce_scatter_single,
     "scatter": _c10d_scatter,
-    "gather": _c10d_gather,
 }
+handle_collectives(run_collective)

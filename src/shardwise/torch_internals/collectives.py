@@ -1,20 +1,88 @@
-"""Functional collectives."""
+"""Functional collectives of `torch.ops._c10d_functional`: traceable, and started without waiting.
+
+The `default` overloads are called directly: resolving an overload costs more than the rest of the call in Python.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["all_gather", "wait"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "collective_name",
+    "reduce_scatter",
+    "wait",
+]
+
+_functional = torch.ops._c10d_functional
+_all_gather = _functional.all_gather_into_tensor.default
+_all_reduce = _functional.all_reduce.default
+_all_to_all = _functional.all_to_all_single.default
+_broadcast = _functional.broadcast.default
+_reduce_scatter = _functional.reduce_scatter_tensor.default
+_wait = _functional.wait_tensor.default
 
 
-def all_gather(t: Tensor, n: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_gather_into_tensor(t, n, group)  # type: ignore[no-any-return]
+def all_gather(tensor: Tensor, group_size: int, group: str) -> Tensor:
+    """Start to concatenate the tensors of all ranks along dim 0; they must be contiguous and of equal shape."""
+    return _all_gather(tensor, group_size, group)  # type: ignore[no-any-return]
 
 
-def wait(t: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(t)  # type: ignore[no-any-return]
+def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
+    """Start to reduce the tensors of all ranks by "sum", "product", "max" or "min", into a new tensor."""
+    return _all_reduce(tensor, op, group)  # type: ignore[no-any-return]
 
 
-def all_reduce(t: Tensor, op: str, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_reduce(t, op, group)  # type: ignore[no-any-return]
+def reduce_scatter(tensor: Tensor, op: str, group_size: int, group: str) -> Tensor:
+    """Start to reduce like `all_reduce`; each rank receives its part of dim 0, which has equal parts."""
+    return _reduce_scatter(tensor, op, group_size, group)  # type: ignore[no-any-return]
+
+
+def all_to_all(tensor: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    """Start to exchange parts of dim 0, whose lengths are given for each rank of the group."""
+    return _all_to_all(tensor, receive, send, group)  # type: ignore[no-any-return]
+
+
+def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
+    """Start to copy the tensor of the rank at index `source` of the group to all others."""
+    return _broadcast(tensor, source, group)  # type: ignore[no-any-return]
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """Wait for the collective that returned this tensor, and return the tensor."""
+    return _wait(tensor)  # type: ignore[no-any-return]
+
+
+_FUNCTIONAL = {
+    "_c10d_functional::all_gather_into_tensor": "functional.all_gather",
+    "_c10d_functional::all_reduce": "functional.all_reduce",
+    "_c10d_functional::all_to_all_single": "functional.all_to_all",
+    "_c10d_functional::broadcast": "functional.broadcast",
+    "_c10d_functional::reduce_scatter_tensor": "functional.reduce_scatter",
+    "_c10d_functional::wait_tensor": "functional.wait",
+    "_c10d_functional::_wrap_tensor_autograd": "functional.wait",
+}
+
+
+def collective_name(func: Callable[..., Any]) -> str | None:
+    """The name of a collective, "all_reduce" or "functional.all_reduce"; None for other functions.
+
+    A functional collective that has no function in this module has torch's name, such as "_c10d_functional::isend".
+
+    >>> collective_name(torch.ops._c10d_functional.all_reduce.default)
+    'functional.all_reduce'
+    >>> collective_name(torch.distributed.all_reduce), collective_name(torch.add)
+    ('all_reduce', None)
+    """
+    name = getattr(func, "_qualified_op_name", None) or getattr(getattr(func, "_schema", None), "name", None)
+    if name is not None:
+        return _FUNCTIONAL.get(str(name), str(name)) if "c10d" in str(name) else None
+    module = getattr(func, "__module__", None) or ""
+    return func.__name__ if module.startswith("torch.distributed.distributed_c10d") else None
