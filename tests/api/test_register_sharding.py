@@ -298,7 +298,7 @@ def test_what_is_no_op_is_refused():
 
 def test_an_op_that_no_tensor_sees_is_said(caplog):
     register_sharding(aten.linear.default, "… k, n k, n -> … n")
-    assert "is made of other ops before a DTensor sees it" in caplog.text
+    assert "is decomposed into other ops before a DTensor sees it" in caplog.text
 
 
 # Ops that write, and tensors by keyword.

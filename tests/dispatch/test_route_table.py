@@ -40,6 +40,8 @@ def test_a_call_takes_a_route_that_the_table_lists_for_its_op(kind):
             CALLS[kind](x)
     listed = {call.op: [r.partition(" (")[0] for r in routes_of(call.op)] for call in seen}
     for call in seen:
-        taken = "functional variant" if call.route == "decomposition" and "out" in str(call.op) else call.route
+        taken = (
+            "functional variant" if call.route == "decomposition" and "out" in str(call.op) else call.route
+        )
         assert taken in listed[call.op], (call.op, call.route)
     assert any(kind in listed[call.op] for call in seen)
