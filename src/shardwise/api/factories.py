@@ -124,13 +124,15 @@ def logspace(
     """
     low, high = _number(start), _number(end)
     dtype = torch.logspace(low, high, steps, base, dtype=options["dtype"], device="meta").dtype
-    first = torch.logspace(low, high, min(steps, 1), base, dtype=dtype, device="cpu")
+    probe = torch.logspace(
+        low, high, min(steps, 2), base, dtype=dtype, device="cpu"
+    )  # raises as for linspace
     kind = dtype if dtype.is_complex else torch.float64
     interpolate = _interpolation(low, high, steps, dtype, kind, fused=False)
 
     def values(index: Tensor) -> Tensor:
         if steps == 1:
-            return torch.full_like(index, first.item(), dtype=dtype)
+            return torch.full_like(index, probe.item(), dtype=dtype)
         exponents = interpolate(index)
         # torch calls the C library's pow. torch.pow does so too for strided arguments; for contiguous ones it has a
         # vectorized function, whose last bit may differ.
