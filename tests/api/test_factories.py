@@ -1,4 +1,4 @@
-"""Tensors made block by block: what torch makes whole, in any layout, without the whole."""
+"""Factories: the values of the torch function of the same name, in any layout, without creating the full tensor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ CALLS = {
     "eye": (5, 3),
     "arange": (15,),
     "linspace": (0, 1, 15),
+    "logspace": (0, 1, 15),
 }
-"""A call of each factory, as its positional arguments."""
+"""The positional arguments of a call of each factory."""
 
 
 def mesh_of(on):
@@ -45,19 +46,24 @@ def square():
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def check(x, whole, layout, mesh):
-    """The tensor has the whole's values in this layout, in dense blocks of its own."""
+def equal(a, b):
+    """Whether two tensors are equal, NaN included; zeros may differ in sign."""
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def check(x, whole, layout, mesh, same=same_bits):
+    """Assert that `x` has the bits of `whole` in this layout, in contiguous blocks."""
     assert x.sharding is layout
     assert x.device_mesh is mesh
     assert (x.dtype, x.shape, x.stride()) == (whole.dtype, whole.shape, whole.stride())
     assert (x.requires_grad, x.is_leaf) == (False, True)
     for coord, block in blocks_of(x, mesh).items():
         assert block.is_contiguous()
-        assert same_bits(block, take(whole, owned(layout, coord)))
+        assert same(block, take(whole, owned(layout, coord)))
 
 
 @given(layouts(partial=False), st.sampled_from(["zeros", "ones", "full"]), st.sampled_from(EVERY), st.data())
-def test_constants_are_torchs(layout, kind, dtype, data):
+def test_constants_equal_torchs(layout, kind, dtype, data):
     fill = [data.draw(st.sampled_from([0, 1, 7, True, 2.5, math.inf]))] if kind == "full" else []
     assume(not (fill == [math.inf] and dtype in INTEGERS))
     whole = getattr(torch, kind)(layout.shape, *fill, dtype=dtype)
@@ -72,7 +78,7 @@ def test_constants_are_torchs(layout, kind, dtype, data):
 
 
 @given(axes(), st.integers(0, 13), st.none() | st.integers(0, 13), st.sampled_from(EVERY), st.data())
-def test_eye_is_torchs(on, n, m, dtype, data):
+def test_eye_equals_torchs(on, n, m, dtype, data):
     shape = (n, n if m is None else m)
     layout = data.draw(layouts(on, shape, partial=False))
     with simulate(on.count):
@@ -81,13 +87,13 @@ def test_eye_is_torchs(on, n, m, dtype, data):
         check(x, torch.eye(*shape, dtype=dtype), layout, mesh)
 
 
-whole_numbers = st.integers(-50, 50)
-numbers = whole_numbers | st.floats(-50, 50, allow_nan=False).map(lambda v: round(v, 3))
+integers = st.integers(-50, 50)
+numbers = integers | st.floats(-50, 50, allow_nan=False).map(lambda v: round(v, 3))
 
 
 @given(axes(), st.data())
-def test_arange_of_whole_numbers_is_torchs_in_every_dtype(on, data):
-    args = data.draw(st.lists(whole_numbers, min_size=1, max_size=2))
+def test_arange_of_integers_equals_torchs_in_every_dtype(on, data):
+    args = data.draw(st.lists(integers, min_size=1, max_size=2))
     step = data.draw(st.integers(1, 7))
     upward = (args[-1] >= 0) if len(args) == 1 else args[1] >= args[0]
     args = [*(args if len(args) == 2 else [0, *args]), step if upward else -step]
@@ -101,7 +107,7 @@ def test_arange_of_whole_numbers_is_torchs_in_every_dtype(on, data):
 
 
 @given(axes(), numbers, numbers, st.floats(0.1, 9), st.data())
-def test_arange_of_any_numbers_is_torchs_to_the_last_place(on, start, end, step, data):
+def test_arange_of_floats_equals_torchs_up_to_the_last_bit(on, start, end, step, data):
     step = step if end >= start else -step
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     whole = torch.arange(start, end, step, dtype=dtype)
@@ -109,21 +115,22 @@ def test_arange_of_any_numbers_is_torchs_to_the_last_place(on, start, end, step,
     with simulate(on.count):
         x = sw.arange(start, end, step, dtype=dtype, device_mesh=mesh_of(on), placements=layout.placements)
         assert (x.sharding, x.shape, x.dtype) == (layout, whole.shape, dtype)
-        # torch's own last place depends on how wide the vectors of the processor are
+        # torch's own last bit depends on the vector width of the processor
         ulp = torch.finfo(dtype).eps * max(abs(start), abs(end), 1e-9)
         torch.testing.assert_close(x.full_tensor().ranks[0], whole, rtol=0, atol=2 * ulp)
 
 
 @given(axes(), numbers, numbers, st.integers(0, 40), st.data())
-def test_linspace_is_torchs_to_the_bit(on, start, end, steps, data):
+def test_linspace_is_bit_equal_to_torchs(on, start, end, steps, data):
     dtype = data.draw(st.sampled_from([None, *INTEGERS, *FLOATS]))
-    assume(dtype is not torch.uint8 or (start >= 0 and end >= 0))  # torch goes around zero from 255
+    assume(dtype is not torch.uint8 or (start >= 0 and end >= 0))  # torch wraps negative bounds around
     layout = data.draw(layouts(on, (steps,), partial=False))
     whole = torch.linspace(start, end, steps, dtype=dtype)
-    with simulate(on.count):
+    with simulate(on.count), counting() as ledger:
         mesh = mesh_of(on)
         x = sw.linspace(start, end, steps, dtype=dtype, device_mesh=mesh, placements=layout.placements)
         check(x, whole, layout, mesh)
+    assert ledger.collectives == 0
 
 
 def test_linspace_of_complex_numbers():
@@ -131,6 +138,43 @@ def test_linspace_of_complex_numbers():
         mesh = init_device_mesh("cpu", (3,))
         x = sw.linspace(1 + 2j, -3j, 10, device_mesh=mesh, placements=[Shard(0)])
         torch.testing.assert_close(x.full_tensor().ranks[0], torch.linspace(1 + 2j, -3j, 10))
+
+
+exponents = st.floats(-4, 4, allow_nan=False) | st.integers(-4, 4)
+bases = st.sampled_from([10.0, 2, 0.5, 7.3, 1, 0.0, -3.0])
+
+
+@given(axes(), exponents, exponents, st.integers(0, 40), bases, st.data())
+def test_logspace_is_bit_equal_to_torchs(on, start, end, steps, base, data):
+    dtype = data.draw(st.sampled_from([None, *INTEGERS, *FLOATS, torch.complex64, torch.complex128]))
+    if dtype is not None and dtype.is_complex:
+        start, end = start + 1j * data.draw(exponents), end - 1j * data.draw(exponents)
+    elif dtype in INTEGERS:
+        # powers that fit: torch leaves other conversions undefined
+        start, end, base = min(abs(start), 2), min(abs(end), 2), max(base, 1)
+    layout = data.draw(layouts(on, (steps,), partial=False))
+    whole = torch.logspace(start, end, steps, base, dtype=dtype)
+    with simulate(on.count), counting() as ledger:
+        mesh = mesh_of(on)
+        x = sw.logspace(start, end, steps, base, dtype=dtype, device_mesh=mesh, placements=layout.placements)
+        check(x, whole, layout, mesh, equal if whole.dtype.is_complex or base < 0 else same_bits)
+    assert ledger.collectives == 0
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64, torch.complex128], ids=str)
+def test_a_long_logspace_is_bit_equal_to_torchs(dtype):
+    """Long enough for vectorized kernels, which round differently from those for single elements."""
+    with simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = sw.logspace(-3.3, 3.7, 5001, 7.3, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+        assert same_bits(x.full_tensor().ranks[0], torch.logspace(-3.3, 3.7, 5001, 7.3, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["linspace", "logspace"])
+def test_bounds_may_be_tensors_of_one_element(square, kind):
+    low = sw.distribute_tensor(torch.tensor(0.25), square, [Partial(), R])
+    x = getattr(sw, kind)(low, torch.tensor(2.0), 7, device_mesh=square, placements=[Shard(0), R])
+    assert torch.equal(x.full_tensor().ranks[0], getattr(torch, kind)(0.25, 2.0, 7))
 
 
 @given(layouts(partial=False), st.sampled_from(EVERY))
@@ -145,7 +189,7 @@ def test_empty_has_blocks_of_the_right_shape_and_dtype(layout, dtype):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_dtype_by_default_is_torchs(square, kind):
+def test_the_default_dtype_is_torchs(square, kind):
     before = torch.get_default_dtype()
     try:
         for default in (torch.float32, torch.float64, torch.bfloat16):
@@ -164,7 +208,7 @@ def test_full_takes_its_dtype_from_the_value(square):
 
 
 @pytest.mark.parametrize("kind", ["zeros", "ones", "empty"])
-def test_the_size_in_every_spelling(square, kind):
+def test_the_size_in_every_form(square, kind):
     make = getattr(sw, kind)
     for size in [(4, 2), ((4, 2),), ([4, 2],), (torch.Size([4, 2]),)]:
         assert make(*size, device_mesh=square).shape == torch.Size([4, 2])
@@ -185,7 +229,7 @@ def test_requires_grad(square, kind):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_the_mesh_around_it_and_replicated_by_default(square, kind):
+def test_default_mesh_and_placements(square, kind):
     make = getattr(sw, kind)
     with square:
         x, y = make(*CALLS[kind]), make(*CALLS[kind], placements=[Shard(0), R])
@@ -194,20 +238,21 @@ def test_the_mesh_around_it_and_replicated_by_default(square, kind):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_blocks_are_cut_unevenly_empty_and_by_factors(kind):
+def test_uneven_empty_and_strided_blocks(kind):
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         count = math.prod(getattr(torch, kind)(*CALLS[kind]).shape)
-        for said in ([Shard(0)], [Shard(-1)], [Shard(0, factors=(5, count // 5), factor=1)]):
-            if said[0].factors and kind not in ("arange", "linspace"):
-                continue
-            x = getattr(sw, kind)(*CALLS[kind], device_mesh=mesh, placements=said)
+        options = [[Shard(0)], [Shard(-1)]]
+        if kind in ("arange", "linspace", "logspace"):
+            options.append([Shard(0, factors=(5, count // 5), factor=1)])
+        for placements in options:
+            x = getattr(sw, kind)(*CALLS[kind], device_mesh=mesh, placements=placements)
             if kind != "empty":
                 assert torch.equal(x.full_tensor().ranks[0], getattr(torch, kind)(*CALLS[kind]))
             assert len({b.shape for b in x.to_local().ranks}) > 1
 
 
-def test_by_factors_each_rank_holds_stripes():
+def test_a_split_inner_factor_gives_each_rank_stripes():
     with simulate(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         layout, _ = parse_layout("[3 4:tp]", Axes((2,), ("tp",)))
@@ -215,7 +260,7 @@ def test_by_factors_each_rank_holds_stripes():
         assert [b.tolist() for b in x.to_local().ranks] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
 
 
-def test_on_a_mesh_over_some_ranks():
+def test_on_a_mesh_of_some_ranks():
     with simulate(5):
         mesh = sw.DeviceMesh("cpu", [4, 2])
         x = sw.arange(5, device_mesh=mesh, placements=[Shard(0)])
@@ -223,7 +268,7 @@ def test_on_a_mesh_over_some_ranks():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest real tensor that any op made."""
+    """Records the size of the largest tensor with data that any op returned."""
 
     numel = 0
 
@@ -236,20 +281,22 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_nothing_larger_than_a_block_is_made(kind):
-    large = {"eye": (400, 300), "arange": (120_000,), "linspace": (0, 1, 120_000), "full": ((400, 300), 1.5)}
+def test_nothing_larger_than_a_block_is_created(kind):
+    spaced = (0, 1, 120_000)
+    large = {"arange": (120_000,), "linspace": spaced, "logspace": spaced, "full": ((400, 300), 1.5)}
+    times = 2 if kind == "logspace" else 1  # a strided buffer of exponents
     with simulate(8):
         mesh = init_device_mesh("cpu", (4, 2))
-        for said in ([Shard(0), Shard(0)], [Shard(0), Shard(-1)], [Shard(-1), R]):
+        for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(-1)], [Shard(-1), R]):
             with Largest() as seen:
-                x = getattr(sw, kind)(*large.get(kind, (400, 300)), device_mesh=mesh, placements=said)
-            assert seen.numel <= largest_block(x.sharding) < 120_000
+                x = getattr(sw, kind)(*large.get(kind, (400, 300)), device_mesh=mesh, placements=placements)
+            assert 0 < seen.numel <= times * largest_block(x.sharding) < 120_000
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_a_whole_that_no_machine_could_hold(kind):
+def test_a_full_tensor_larger_than_any_memory(kind):
     n = 2**40
-    large = {"eye": (2**20,), "arange": (n,), "linspace": (0, 1, n), "full": ((n,), 1.5)}
+    large = {"eye": (2**20,), "linspace": (0, 1, n), "logspace": (0, 1, n), "full": ((n,), 1.5)}
     with simulate(1024):
         mesh = init_device_mesh("meta", (1024,))
         x = getattr(sw, kind)(*large.get(kind, (n,)), device_mesh=mesh, placements=[Shard(0)])
@@ -260,11 +307,11 @@ def test_a_whole_that_no_machine_could_hold(kind):
 
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize(
-    "said", [[Partial(), R], [Shard(0), Partial("max")], [Partial("avg"), Partial("sum")]]
+    "placements", [[Partial(), R], [Shard(0), Partial("max")], [Partial("avg"), Partial("sum")]]
 )
-def test_partial_is_an_error(square, kind, said):
+def test_partial_is_an_error(square, kind, placements):
     with pytest.raises(LayoutError, match=rf"(?s)^{kind} .*P\(.*\n  why: .*nothing to reduce\.\n  fix: "):
-        getattr(sw, kind)(*CALLS[kind], device_mesh=square, placements=said)
+        getattr(sw, kind)(*CALLS[kind], device_mesh=square, placements=placements)
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -286,12 +333,14 @@ def test_other_bad_input_names_the_factory(square, kind):
         make(*CALLS[kind], device_mesh=square, placements=[Shard(2), R])
     with pytest.raises(TypeError, match=r"(?s)\n  why: .*\n  fix: "):
         make(*CALLS[kind], device_mesh="cpu", placements=[R, R])
+    with pytest.raises(TypeError, match=rf"^{kind}\(\) got an unexpected keyword argument 'mesh'"):
+        make(*CALLS[kind], mesh=square)
 
 
 @pytest.mark.parametrize("size", [(2.5,), (3, 1.5), ("ab",), (None,), ((2, 1.0),)])
-def test_sizes_are_whole_numbers(square, size):
+def test_sizes_are_integers(square, size):
     for kind in ("zeros", "ones", "empty"):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
             getattr(sw, kind)(*size, device_mesh=square)
 
 
@@ -307,6 +356,9 @@ def test_sizes_are_not_negative(square):
         ("linspace", (0, 300, 4), torch.int8),
         ("linspace", (0, 1, 4), torch.bool),
         ("linspace", (0, 1, -4), None),
+        ("logspace", (0, 300, 4), torch.int8),
+        ("logspace", (0, 1, 4), torch.bool),
+        ("logspace", (0, 1, -4), None),
         ("arange", (5,), torch.bool),
         ("arange", (5,), torch.complex64),
         ("arange", (0, 5, 0), None),
@@ -317,10 +369,10 @@ def test_sizes_are_not_negative(square):
         ("eye", (-2,), None),
     ],
 )
-def test_what_torch_refuses_is_refused(square, kind, args, dtype):
+def test_arguments_that_torch_refuses_are_refused(square, kind, args, dtype):
     with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever torch raises
         getattr(torch, kind)(*args, dtype=dtype)
-    with pytest.raises(theirs.type):
+    with pytest.raises(theirs.type):  # a message of torch's or of ours
         getattr(sw, kind)(*args, dtype=dtype, device_mesh=square)
 
 
@@ -330,12 +382,12 @@ def test_integers_cannot_require_grad(square):
 
 
 @given(shapes(max_dims=2, max_size=5), st.data())
-def test_all_ways_to_lay_out_one_value_are_the_same_value(shape, data):
+def test_the_value_does_not_depend_on_the_layout(shape, data):
     on = Axes((2, 2), ("dp", "tp"))
     a, b = (data.draw(layouts(on, shape, partial=False)) for _ in range(2))
     with simulate(4):
         mesh = mesh_of(on)
-        x, y = (sw.full(shape, 3, device_mesh=mesh, placements=lie.placements) for lie in (a, b))
+        x, y = (sw.full(shape, 3, device_mesh=mesh, placements=layout.placements) for layout in (a, b))
         assert torch.equal(x, y)
         for one, other in itertools.pairwise(x.full_tensor().ranks):
             assert torch.equal(one, other)

@@ -1,7 +1,7 @@
 """The functions that create DTensors, map functions over their blocks, and register rules."""
 
 from shardwise.api.distribute import distribute_tensor
-from shardwise.api.factories import arange, empty, eye, full, linspace, ones, zeros
+from shardwise.api.factories import arange, empty, eye, full, linspace, logspace, ones, zeros
 from shardwise.api.geometry import compute_local_shape_and_global_offset
 from shardwise.api.local_map import local_map
 from shardwise.api.random_factories import rand, randint, randn, randperm
@@ -16,6 +16,7 @@ __all__ = [
     "full",
     "linspace",
     "local_map",
+    "logspace",
     "ones",
     "rand",
     "randint",

@@ -1,4 +1,4 @@
-"""Spreading a whole tensor over a mesh."""
+"""Distributing a full tensor over a mesh."""
 
 from __future__ import annotations
 
@@ -39,9 +39,25 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """The tensor that rank `src_data_rank` of each axis holds, spread over the mesh; a leaf like `tensor`.
+    """Distribute a full tensor over a mesh.
 
-    With `src_data_rank=None` each rank cuts its block from its own `tensor`, and nothing is sent.
+    Args:
+        tensor: the full tensor, a leaf. A DTensor that already has the wanted layout is returned as it is.
+        device_mesh: the mesh; by default the one of the `with mesh:` around the call.
+        placements: one placement per mesh axis; by default all `Replicate()`.
+        src_data_rank: the coordinate, along every mesh axis, of the rank whose `tensor` is distributed. With None, each
+            rank takes its block from its own `tensor`.
+
+    Returns:
+        A DTensor with blocks in memory of their own. It is a leaf, and requires a gradient if `tensor` does.
+
+    Raises:
+        LayoutError: `tensor` is not a leaf or is a DTensor in another layout, the placements do not fit the shape or the
+            mesh, or `src_data_rank` is not on the mesh.
+        MeshError: `tensor` is a DTensor on another mesh.
+        TypeError: `tensor` is not a tensor.
+
+    The source rank sends each rank its block; with `src_data_rank=None` nothing is communicated.
 
     >>> import shardwise as sw
     >>> with sw.simulate(2):
@@ -52,58 +68,58 @@ def distribute_tensor(
     mesh = current_mesh(device_mesh, "distribute_tensor")
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"distribute_tensor got {type(tensor).__name__}.\n"
-            "  why: it spreads a tensor\n"
-            "  fix: torch.as_tensor(x) first"
+            f"distribute_tensor got a {type(tensor).__name__}.\n"
+            "  why: Only tensors can be distributed.\n"
+            "  fix: distribute_tensor(torch.as_tensor(x), ...)"
         )
     if not tensor.is_leaf:
         raise LayoutError(
             "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf tensor!",
-            why="the result is a leaf, so gradients would not reach what this tensor was computed from",
-            fix="DTensor.from_local(…) inside a computation, or x.detach() first",
+            why="The result is a leaf, so gradients would not reach the inputs of this tensor.",
+            fix="distribute_tensor(x.detach(), ...), or DTensor.from_local(block, ...) inside a computation.",
         )
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.of(tensor.shape, axes_of(mesh), placements)
     if isinstance(tensor, DTensor):
-        return _unchanged(tensor, mesh, layout)
+        return _check_layout(tensor, mesh, layout)
     check_device(tensor, mesh, "distribute_tensor")
     for p in layout.placements:
         if isinstance(p, Partial):
             check_reducible(tensor.dtype, p.reduce_op)
     _check_source(src_data_rank, mesh)
-    whole = tensor.detach()
-    held = layout.with_partial({})
-    if is_simulated() and not isinstance(whole, PerRank):
-        whole = spread(whole, range(torch.distributed.get_world_size()))
-    if is_sparse(whole):
+    full = tensor.detach()
+    settled = layout.with_partial({})
+    if is_simulated() and not isinstance(full, PerRank):
+        full = spread(full, range(torch.distributed.get_world_size()))
+    if is_sparse(full):
         check_replicated(layout, "distribute_tensor")
-        block = scatter_sparse(whole, mesh, src_data_rank)
+        block = scatter_sparse(full, mesh, src_data_rank)
     elif src_data_rank is None:
-        block = on_mesh(mesh, lambda coord, t: block_of(t, held, coord), whole)
+        block = on_mesh(mesh, lambda coord, t: block_of(t, settled, coord), full)
     else:
-        block = scatter(whole, held, mesh, src_data_rank)
+        block = scatter(full, settled, mesh, src_data_rank)
     if block is None:
-        block = empty_like_block(whole)
+        block = empty_like_block(full)
     shape = torch.Size(layout.shape)
-    stride = None if is_sparse(whole) else contiguous_stride(shape)
-    out = from_block(block, Spec(mesh, held, tensor.dtype, shape, stride))
-    out = to_layout(out, layout)
+    stride = None if is_sparse(full) else contiguous_stride(shape)
+    out = to_layout(from_block(block, Spec(mesh, settled, tensor.dtype, shape, stride)), layout)
     out.requires_grad_(tensor.requires_grad)
     return out
 
 
-def _unchanged(x: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+def _check_layout(x: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """The DTensor, if it has this layout on this mesh."""
     if x.device_mesh != mesh:
         raise MeshError(
             f"distribute_tensor got a DTensor on {x.device_mesh} for {mesh}.",
-            why="it is distributed already, over another mesh",
-            fix="distribute_tensor(x.full_tensor(), mesh, …, src_data_rank=None)",
+            why="It is already distributed, over another mesh.",
+            fix="distribute_tensor(x.full_tensor(), mesh, placements, src_data_rank=None)",
         )
     if x._spec.layout is not layout:
         raise LayoutError(
-            f"distribute_tensor got a DTensor {x._spec} to lay out as {layout}.",
-            why="it is distributed already; do you want to call `redistribute` instead?",
-            fix="x.redistribute(placements=…)",
+            f"distribute_tensor got a DTensor {x._spec} for the layout {layout}.",
+            why="It is already distributed; do you want to call `redistribute` instead?",
+            fix="x.redistribute(placements=placements)",
         )
     return x
 
@@ -112,7 +128,7 @@ def _check_source(source: int | None, mesh: DeviceMesh) -> None:
     axes = axes_of(mesh)
     if source is not None and not 0 <= source < min(axes.sizes):
         raise LayoutError(
-            f"src_data_rank={source} is not on the mesh.",
-            why=f"the source is the rank with that coord on each axis, and the mesh is ({axes})",
-            fix=f"use 0..{min(axes.sizes) - 1}, or None to cut each rank's own tensor",
+            f"distribute_tensor got src_data_rank={source}, which is not on the mesh.",
+            why=f"The source is the rank with that coordinate on every axis, and the mesh is ({axes}).",
+            fix=f"Use 0..{min(axes.sizes) - 1}, or None to take each block from the rank's own tensor.",
         )

@@ -1,32 +1,36 @@
-"""Tensors made in place, block by block: the whole is never made."""
+"""Factories of tensors with known values.
+
+Each rank creates its own block; the full tensor never exists and nothing is communicated. All factories take the keyword
+arguments of `TensorOptions` and raise
+
+- LayoutError if there is no mesh, if the placements do not fit the shape or the mesh or contain `Partial`, if a size is
+  negative, or if `layout` is not `torch.strided`;
+- what the torch function of the same name raises for its own arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import Placement
+from shardwise.api.options import TensorOptions, factory
 from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["arange", "empty", "eye", "full", "linspace", "ones", "zeros"]
+__all__ = ["arange", "empty", "eye", "full", "linspace", "logspace", "ones", "zeros"]
 
 _Number = int | float
+_Bound = int | float | complex | Tensor
+_Make = Callable[..., Tensor]
+_Shape = tuple[int, ...]
 
 
-def zeros(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A tensor of zeros.
+@factory
+def zeros(*size: Any, **options: Unpack[TensorOptions]) -> DTensor:
+    """A tensor of zeros; `size` is some integers or one sequence of them.
 
     >>> import shardwise as sw
     >>> with sw.simulate(2):
@@ -34,79 +38,35 @@ def zeros(
     ...     sw.zeros(3, 2, device_mesh=mesh, placements=[sw.Shard(0)]).to_local().ranks[1]
     tensor([[0., 0.]])
     """
-    dtype = dtype or torch.get_default_dtype()
-    target = layout_for("zeros", size_of(size), layout, device_mesh, placements)
-    return from_function(
-        target, lambda shape, *_: torch.zeros(shape, dtype=dtype), dtype, requires_grad, device_mesh
-    )
+    return _constant(torch.zeros, size, (), options)
 
 
-def ones(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A tensor of ones."""
-    dtype = dtype or torch.get_default_dtype()
-    target = layout_for("ones", size_of(size), layout, device_mesh, placements)
-    return from_function(
-        target, lambda shape, *_: torch.ones(shape, dtype=dtype), dtype, requires_grad, device_mesh
-    )
+@factory
+def ones(*size: Any, **options: Unpack[TensorOptions]) -> DTensor:
+    """A tensor of ones; `size` is some integers or one sequence of them."""
+    return _constant(torch.ones, size, (), options)
 
 
-def empty(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A tensor whose values nobody has set."""
-    dtype = dtype or torch.get_default_dtype()
-    target = layout_for("empty", size_of(size), layout, device_mesh, placements)
-    return from_function(
-        target, lambda shape, *_: torch.empty(shape, dtype=dtype), dtype, requires_grad, device_mesh
-    )
+@factory
+def empty(*size: Any, **options: Unpack[TensorOptions]) -> DTensor:
+    """A tensor of uninitialized values; `size` is some integers or one sequence of them."""
+    return _constant(torch.empty, size, (), options)
 
 
-def full(
-    size: Sequence[int] | int,
-    fill_value: _Number,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A tensor that has one value everywhere."""
-    dtype = dtype or torch.full((), fill_value).dtype
-    target = layout_for("full", size_of((size,)), layout, device_mesh, placements)
-    return from_function(
-        target,
-        lambda shape, *_: torch.full(shape, fill_value, dtype=dtype),
-        dtype,
-        requires_grad,
-        device_mesh,
-    )
+@factory
+def full(size: Sequence[int] | int, fill_value: _Number, **options: Unpack[TensorOptions]) -> DTensor:
+    """A tensor of shape `size` whose elements are all `fill_value`, which also determines the default dtype."""
+    options["dtype"] = options["dtype"] or torch.full((), fill_value).dtype
+    return _constant(torch.full, (size,), (fill_value,), options)
 
 
+@factory
 def arange(
-    start: _Number,
-    end: _Number | None = None,
-    step: _Number = 1,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    start: _Number, end: _Number | None = None, step: _Number = 1, **options: Unpack[TensorOptions]
 ) -> DTensor:
-    """The values from `start` (0 if only one bound is given) up to `end`, by `step`.
+    """The values from `start` (0 if only one bound is given) up to but excluding `end`, in steps of `step`.
+
+    Integers are equal to those of `torch.arange`; floating-point values may differ in the last bit.
 
     >>> import shardwise as sw
     >>> with sw.simulate(2):
@@ -116,79 +76,130 @@ def arange(
     """
     if end is None:
         start, end = 0, start
-    # torch knows the length, the dtype and the errors; on the meta device it makes nothing
-    whole = torch.arange(start, end, step, dtype=dtype, device="meta")
-    torch.arange(0, dtype=whole.dtype)  # dtypes it has no kernel for are an error only where values are made
-    target = layout_for("arange", tuple(whole.shape), layout, device_mesh, placements)
+    # the meta device gives the length, the dtype and the errors without allocating anything
+    meta = torch.arange(start, end, step, dtype=options["dtype"], device="meta")
+    torch.arange(0, dtype=meta.dtype, device="cpu")  # raises for dtypes without a kernel, which meta accepts
 
-    def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
-        at = _index_tensor(indices[0])
-        if whole.dtype.is_floating_point:
-            return torch.add(at.double() * step, start).to(whole.dtype)
-        return torch.add(at * int(step), int(start)).to(whole.dtype)
+    def values(index: Tensor) -> Tensor:
+        if meta.dtype.is_floating_point:
+            return torch.add(index.double() * step, start).to(meta.dtype)
+        return torch.add(index * int(step), int(start)).to(meta.dtype)
 
-    return from_function(target, values, whole.dtype, requires_grad, device_mesh)
+    return _from_indices("arange", tuple(meta.shape), meta.dtype, values, options)
 
 
-def linspace(
-    start: _Number,
-    end: _Number,
-    steps: int,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+@factory
+def linspace(start: _Bound, end: _Bound, steps: int, **options: Unpack[TensorOptions]) -> DTensor:
+    """`steps` evenly spaced values from `start` to `end`, both included; on a CPU, real values are bit-equal to torch's.
+
+    The bounds are numbers or tensors of one element. A DTensor is read by `item()`, which communicates if it is not
+    replicated.
+    """
+    low, high = _number(start), _number(end)
+    dtype = torch.linspace(low, high, steps, dtype=options["dtype"], device="meta").dtype
+    # raises for bounds that the dtype cannot represent
+    torch.linspace(low, high, min(steps, 2), dtype=dtype, device="cpu")
+    kind = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+    interpolate = _interpolation(low, high, steps, dtype, kind)
+
+    def values(index: Tensor) -> Tensor:
+        return torch.full_like(index, low, dtype=dtype) if steps == 1 else interpolate(index).to(dtype)
+
+    return _from_indices("linspace", (steps,), dtype, values, options)
+
+
+@factory
+def logspace(
+    start: _Bound, end: _Bound, steps: int, base: float = 10.0, **options: Unpack[TensorOptions]
 ) -> DTensor:
-    """`steps` values from `start` to `end`, both included."""
-    whole = torch.linspace(start, end, steps, dtype=dtype, device="meta")
-    torch.linspace(start, end, min(steps, 2), dtype=whole.dtype)  # raises for bounds the dtype cannot say
-    target = layout_for("linspace", tuple(whole.shape), layout, device_mesh, placements)
+    """`steps` powers of `base` with evenly spaced exponents from `start` to `end`.
 
-    # As torch computes it, to the bit: the bounds as values of the dtype, then from both ends to the middle, in
-    # that dtype (integers in doubles) with one rounding where the hardware has it.
-    kind = whole.dtype if whole.dtype.is_floating_point or whole.dtype.is_complex else torch.float64
-    first, last = (torch.full((), b, dtype=whole.dtype, device="cpu").to(kind) for b in (start, end))
-    step = ((last - first) / max(steps - 1, 1)).item()
-    fused = kind in (torch.float32, torch.float64)
+    On a CPU they are bit-equal to torch's, but for the sign of zeros in complex numbers. The bounds are as for `linspace`.
 
-    def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
+    >>> import shardwise as sw
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     sw.logspace(0, 4, 5, base=2, device_mesh=mesh, placements=[sw.Shard(0)]).to_local().ranks
+    (tensor([1., 2., 4.]), tensor([ 8., 16.]))
+    """
+    low, high = _number(start), _number(end)
+    dtype = torch.logspace(low, high, steps, base, dtype=options["dtype"], device="meta").dtype
+    probe = torch.logspace(
+        low, high, min(steps, 2), base, dtype=dtype, device="cpu"
+    )  # raises as for linspace
+    kind = dtype if dtype.is_complex else torch.float64
+    interpolate = _interpolation(low, high, steps, dtype, kind, fused=False)
+
+    def values(index: Tensor) -> Tensor:
         if steps == 1:
-            return torch.full(shape, start, dtype=whole.dtype)
-        at = _index_tensor(indices[0])
-        left = steps - 1 - at
-        if fused:
-            up, down = first.add(at.to(kind), alpha=step), last.add(left.to(kind), alpha=-step)
-        else:
-            up, down = first + at.to(kind) * step, last - left.to(kind) * step
-        return torch.where(at < steps // 2, up, down).to(whole.dtype)
+            return torch.full_like(index, probe.item(), dtype=dtype)
+        exponents = interpolate(index)
+        # torch calls the C library's pow. torch.pow does so too for strided arguments; for contiguous ones it has a
+        # vectorized function, whose last bit may differ.
+        strided = exponents.new_empty((*index.shape, 2))[:, 0].copy_(exponents)
+        return torch.pow(torch.tensor(base, dtype=kind), strided).to(dtype)
 
-    return from_function(target, values, whole.dtype, requires_grad, device_mesh)
+    return _from_indices("logspace", (steps,), dtype, values, options)
 
 
-def eye(
-    n: int,
-    m: int | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+@factory
+def eye(n: int, m: int | None = None, **options: Unpack[TensorOptions]) -> DTensor:
+    """A matrix of `n` rows and `m` (by default `n`) columns with ones on the diagonal and zeros elsewhere."""
+    dtype = options["dtype"] or torch.get_default_dtype()
+    shape = (n, n if m is None else m)
+    return _from_indices("eye", shape, dtype, lambda i, j: (i[:, None] == j[None, :]).to(dtype), options)
+
+
+def _constant(make: _Make, size: tuple[Any, ...], fill: tuple[Any, ...], options: TensorOptions) -> DTensor:
+    """The tensor whose blocks a torch function creates, given their shape."""
+    dtype = options["dtype"] or torch.get_default_dtype()
+    return _new(make.__name__, size_of(size), dtype, lambda s, _: make(s, *fill, dtype=dtype), options)
+
+
+def _from_indices(
+    name: str, shape: _Shape, dtype: torch.dtype, values: _Make, options: TensorOptions
 ) -> DTensor:
-    """Ones on the diagonal, zeros elsewhere."""
-    dtype = dtype or torch.get_default_dtype()
-    target = layout_for("eye", (n, n if m is None else m), layout, device_mesh, placements)
+    """The tensor whose block is a function of the global indices that it owns, one index tensor per dim."""
+    return _new(name, shape, dtype, lambda _, owned: values(*map(_index_tensor, owned)), options)
 
-    def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
-        rows, cols = (_index_tensor(i) for i in indices)
-        return (rows[:, None] == cols[None, :]).to(dtype)
 
-    return from_function(target, values, dtype, requires_grad, device_mesh)
+def _new(name: str, shape: _Shape, dtype: torch.dtype, block: _Make, options: TensorOptions) -> DTensor:
+    mesh = options["device_mesh"]
+    layout = layout_for(name, shape, options["layout"], mesh, options["placements"])
+    return from_function(layout, block, dtype, options["requires_grad"], mesh)
 
 
 def _index_tensor(indices: Sequence[int]) -> Tensor:
     if isinstance(indices, range):
         return torch.arange(indices.start, indices.stop)
     return torch.tensor(indices, dtype=torch.int64)
+
+
+def _number(bound: Any) -> Any:
+    return bound.item() if isinstance(bound, Tensor) else bound
+
+
+def _interpolation(
+    start: Any, end: Any, steps: int, dtype: torch.dtype, kind: torch.dtype, fused: bool = True
+) -> Callable[[Tensor], Tensor]:
+    """The evenly spaced value at each index, in the dtype `kind`, rounded as in torch's kernel for `dtype`.
+
+    With `fused`, `first + index * step` is rounded once, in the dtypes for which torch has such an instruction.
+    """
+    exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+    first, last = (torch.full((), b, dtype=dtype, device="cpu").to(exact) for b in (start, end))
+    difference, gaps = (last - first).to(kind), max(steps - 1, 1)
+    # c10::complex divides by a real number by multiplying with its reciprocal
+    step = difference * (1 / gaps) if kind.is_complex else difference / gaps
+    first, last = first.to(kind), last.to(kind)
+    fused = fused and kind in (torch.float32, torch.float64)
+
+    def interpolate(index: Tensor) -> Tensor:
+        up, down = index.to(kind), (steps - 1 - index).to(kind)
+        if fused:
+            low, high = first.add(up, alpha=step.item()), last.add(down, alpha=-step.item())
+        else:
+            low, high = first + up * step, last - down * step
+        return torch.where(index < steps // 2, low, high)
+
+    return interpolate

@@ -1,4 +1,4 @@
-"""Geometry for this process: its own block's shape and place."""
+"""The shape and the offset of this rank's block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,21 @@ __all__ = ["compute_local_shape_and_global_offset"]
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's block and the global index it begins at, per dim.
+    """The shape of this rank's block of a tensor, and the global index at which it begins, per dim.
 
-    Off the mesh it is `((0,), ())`; with `skip_offset` the second is empty.
+    Args:
+        global_shape: the shape of the full tensor.
+        mesh: the mesh.
+        placements: one placement per mesh axis.
+        skip_offset: return `()` for the offset.
+
+    Returns:
+        The shape and the offset; `((0,), ())` on a rank that is not on the mesh.
+
+    Raises:
+        LayoutError: the placements do not fit the shape or the mesh.
+
+    Nothing is communicated.
     """
     coord = coord_of(mesh)
     if coord is None:

@@ -1,4 +1,4 @@
-"""A function of blocks as a function of DTensors."""
+"""Applying a function to the local tensors of DTensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Placed = Sequence[Placement] | None
 
 
 class MapError(LayoutError, AssertionError):
-    """What a mapped function gets or gives does not fit the placements that were said of it."""
+    """An argument or a result of a mapped function does not fit its placements."""
 
 
 def local_map(
@@ -33,11 +33,29 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """`func` gets the blocks of its DTensors, and what it returns becomes DTensors that lie as `out_placements` says.
+    """A function of DTensors that applies `func` to their blocks and makes DTensors of the results; differentiable.
 
-    Inputs must lie as `in_placements` says, or are brought there with `redistribute_inputs`. Where blocks may be uneven the
-    ranks tell each other the shapes of the results. Without `in_grad_placements`, what is replicated and turns into
-    something that is not has a gradient that is pending: each rank has its part of it.
+    Without a DTensor among the arguments it is `func` itself. Called without `func`, this is a decorator. Where a
+    placement is expected per argument or result, lists and dicts count as their elements, and None stands for a value
+    that is not a DTensor.
+
+    Args:
+        func: a function of local tensors.
+        out_placements: the placements of the result, or a tuple of them, one per result.
+        in_placements: the placements that each positional argument must have; by default any.
+        in_grad_placements: the placements of the gradient of each argument. By default they are those of the argument,
+            without pending reductions; on an axis where the argument is replicated and a result is not, the gradient is a
+            partial sum.
+        device_mesh: the mesh of the results; by default that of the first DTensor.
+        redistribute_inputs: redistribute arguments that do not have their `in_placements`.
+
+    Raises:
+        LayoutError: an argument does not have its `in_placements` and `redistribute_inputs` is False.
+        MapError: there are more or fewer placements than values, a DTensor has None for its placements or a value that is
+            not a tensor has some, or `func` returned a DTensor.
+
+    It sends what `func` sends, what `redistribute_inputs` makes necessary, and where blocks are uneven one small all-gather
+    of the shape of each sharded result.
 
     >>> import shardwise as sw
     >>> with sw.simulate(2):
@@ -67,81 +85,80 @@ def local_map(
         if not tensors:
             return func(*args, **kwargs)
         mesh = device_mesh or tensors[0].device_mesh
-        laid = [_laid(i, a, in_placements, redistribute_inputs) for i, a in enumerate(given)]
+        inputs = [_input(i, a, in_placements, redistribute_inputs) for i, a in enumerate(given)]
         blocks = [
-            a.to_local(grad_placements=_grads(i, a, in_grad_placements, outs))
+            a.to_local(grad_placements=_grad_placements(i, a, in_grad_placements, outs))
             if isinstance(a, DTensor)
             else a
-            for i, a in enumerate(laid)
+            for i, a in enumerate(inputs)
         ]
         results, rebuild_results = flatten(func(*rebuild(blocks), **kwargs))
         _check_count(outs, results, "out_placements", "results")
-        uneven = any(_is_uneven(a._spec.layout) for a in laid if isinstance(a, DTensor))
-        return rebuild_results([_wrapped(r, mesh, p, uneven) for r, p in zip(results, outs, strict=True)])
+        uneven = any(_is_uneven(a._spec.layout) for a in inputs if isinstance(a, DTensor))
+        return rebuild_results([_output(r, mesh, p, uneven) for r, p in zip(results, outs, strict=True)])
 
     return mapped
 
 
-def _check_count(said: Sequence[Any] | None, given: Sequence[Any], name: str, what: str) -> None:
-    if said is not None and len(said) != len(given):
+def _check_count(placements: Sequence[Any] | None, values: Sequence[Any], name: str, kind: str) -> None:
+    if placements is not None and len(placements) != len(values):
         raise MapError(
-            f"local_map got {len(said)} {name} for {len(given)} {what}.",
-            why="each value, with lists and dicts opened, has its own placements, or None if it is no tensor",
-            fix=f"give a tuple of {len(given)}",
+            f"local_map got {len(placements)} {name} for {len(values)} {kind}.",
+            why="Each value, also inside lists and dicts, has its own placements, or None if it is not a tensor.",
+            fix=f"Use a tuple of length {len(values)}.",
         )
 
 
-def _laid(i: int, arg: Any, said: tuple[Placed, ...] | None, may_move: bool) -> Any:
-    """An argument as the function wants it to lie."""
-    if said is None:
+def _input(i: int, arg: Any, in_placements: tuple[Placed, ...] | None, redistribute: bool) -> Any:
+    """An argument with its `in_placements`."""
+    if in_placements is None:
         return arg
-    wanted = said[i]
+    wanted = in_placements[i]
     if isinstance(arg, DTensor):
         if wanted is None:
             raise MapError(
                 f"local_map got a DTensor {arg._spec} as argument {i}, whose in_placements is None.",
-                why="None stands for what is no DTensor",
-                fix="say how it is to lie, such as [Replicate()]",
+                why="None stands for a value that is not a DTensor.",
+                fix=f"in_placements=(..., {list(arg.placements)}, ...)",
             )
         if arg._spec.layout is Layout.of(arg.shape, arg._spec.layout.axes, wanted):
             return arg
-        if may_move:
+        if redistribute:
             return arg.redistribute(placements=wanted)
         raise LayoutError(
             f"local_map: argument {i} is {arg._spec} with placements {arg.placements}, not {tuple(wanted)}.",
-            why="its in_placements say so, and a mismatched placements is not mended unasked",
-            fix="redistribute it first, or set redistribute_inputs=True",
+            why="Arguments with mismatched placements are redistributed only on request.",
+            fix=f"x.redistribute(placements={list(wanted)}), or local_map(..., redistribute_inputs=True)",
         )
     if wanted is not None and not isinstance(arg, torch.Tensor):
         raise MapError(
             f"local_map got {arg!r} as argument {i}, whose in_placements is {tuple(wanted)}.",
-            why="only tensors lie on a mesh",
-            fix="give None in its place",
+            why="Only tensors have placements.",
+            fix="Use None as its in_placements.",
         )
     return arg
 
 
-def _grads(
-    i: int, arg: DTensor, said: tuple[Placed, ...] | None, outs: Sequence[Placed]
+def _grad_placements(
+    i: int, arg: DTensor, given: tuple[Placed, ...] | None, out_placements: Sequence[Placed]
 ) -> Sequence[Placement] | None:
-    """How the gradient of an argument's block lies."""
-    if said is not None:
-        if said[i] is None:
+    """The placements of the gradient of an argument's block."""
+    if given is not None:
+        if given[i] is None:
             raise MapError(
                 f"local_map got a DTensor {arg._spec} as argument {i}, whose in_grad_placements is None.",
-                why="None stands for what is no DTensor",
-                fix="say how its gradient lies, such as [Partial()]",
+                why="None stands for a value that is not a DTensor.",
+                fix="in_grad_placements=(..., [Partial()], ...) for a gradient that is a partial sum on each rank.",
             )
-        return said[i]
-    laid = [tuple(p) for p in outs if p is not None]
-    return [
-        Partial() if p.is_replicate() and any(not out[axis].is_replicate() for out in laid) else _settled(p)
-        for axis, p in enumerate(arg.placements)
-    ]
+        return given[i]
+    outs = [tuple(p) for p in out_placements if p is not None]
 
+    def gradient(axis: int, p: Placement) -> Placement:
+        if p.is_replicate() and any(not out[axis].is_replicate() for out in outs):
+            return Partial()
+        return Replicate() if p.is_partial() else p
 
-def _settled(placement: Placement) -> Placement:
-    return Replicate() if placement.is_partial() else placement
+    return [gradient(axis, p) for axis, p in enumerate(arg.placements)]
 
 
 def _is_uneven(layout: Layout) -> bool:
@@ -149,20 +166,20 @@ def _is_uneven(layout: Layout) -> bool:
     return any(f.size % math.prod(sizes[a] for a in f.axes) for dim in layout.dims for f in dim if f.axes)
 
 
-def _wrapped(result: Any, mesh: DeviceMesh, placements: Placed, uneven: bool) -> Any:
+def _output(result: Any, mesh: DeviceMesh, placements: Placed, uneven: bool) -> Any:
     if not isinstance(result, torch.Tensor):
         if placements is not None:
             raise MapError(
                 f"local_map: the function returned {result!r}, whose out_placements is {tuple(placements)}.",
-                why="only tensors lie on a mesh",
-                fix="give None in its place",
+                why="Only tensors have placements.",
+                fix="Use None as its out_placements.",
             )
         return result
     if isinstance(result, DTensor):
         raise MapError(
             f"local_map: the function returned a DTensor, {result._spec}.",
-            why="it works on blocks, and what it returns becomes a DTensor here",
-            fix="return its block: x.to_local()",
+            why="The function works on local tensors, and local_map makes DTensors of its results.",
+            fix="return x.to_local()",
         )
     split = placements is not None and any(p.is_shard() for p in placements)
     shape = inferred_shape(result, mesh, placements or ()) if uneven and split else None

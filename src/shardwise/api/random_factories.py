@@ -1,17 +1,24 @@
-"""New tensors of random numbers: the same on any mesh, and on none."""
+"""Factories of tensors of random numbers, which are the same on any mesh and on none.
+
+The numbers are those of the current position in the random stream (`manual_seed`), which advances by one draw. Each rank
+computes its own block and nothing is communicated, except that the ranks of a mesh without a common seed agree on one
+first. All factories take the keyword arguments of `TensorOptions` and `device`: without a mesh the result is a plain
+tensor on that device; on a mesh, `device` can only be the device type of the mesh. They raise LayoutError as the other
+factories do, and what the torch function of the same name raises for its own arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.api.options import TensorOptions, factory
 from shardwise.comm import current_mesh, has_current_mesh
-from shardwise.layout import LayoutError, Placement
+from shardwise.layout import LayoutError
 from shardwise.random import Cells, integers, normal, permutation, uniform
 from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.seeding import next_draw
@@ -21,55 +28,36 @@ __all__ = ["rand", "randint", "randn", "randperm"]
 _Device = torch.device | str | int | None
 
 
-def rand(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    device: _Device = None,
-) -> Tensor:
-    """Uniform numbers from 0 up to but not 1. Without a mesh, a plain tensor on `device`, of the same numbers.
+@factory
+def rand(*size: Any, device: _Device = None, **options: Unpack[TensorOptions]) -> Tensor:
+    """Uniform random numbers from the half-open interval [0, 1); `size` is some integers or one sequence of them.
 
     >>> import shardwise as sw
     >>> sw.manual_seed(0)
     >>> sw.rand(2, 2)
     tensor([[...]])
     """
-    dtype = dtype or torch.get_default_dtype()
-    _check("rand", dtype, dtype.is_floating_point or dtype.is_complex, "real or complex numbers")
-    return _new("rand", uniform, size_of(size), dtype, layout, device_mesh, placements, device, requires_grad)
+    return _new("rand", uniform, size_of(size), _floating("rand", options), device, options)
 
 
-def randn(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    device: _Device = None,
-) -> Tensor:
-    """Normal numbers of mean 0 and variance 1. Without a mesh, a plain tensor on `device`, of the same numbers."""
-    dtype = dtype or torch.get_default_dtype()
-    _check("randn", dtype, dtype.is_floating_point or dtype.is_complex, "real or complex numbers")
-    return _new("randn", normal, size_of(size), dtype, layout, device_mesh, placements, device, requires_grad)
+@factory
+def randn(*size: Any, device: _Device = None, **options: Unpack[TensorOptions]) -> Tensor:
+    """Normal random numbers of mean 0 and variance 1; `size` is some integers or one sequence of them."""
+    return _new("randn", normal, size_of(size), _floating("randn", options), device, options)
 
 
+@factory
 def randint(
     low: int,
     high: int | Sequence[int] | None = None,
     size: Sequence[int] | None = None,
     *,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
     device: _Device = None,
+    **options: Unpack[TensorOptions],
 ) -> Tensor:
-    """Whole numbers from `low` (0 if one bound is given) up to but not `high`.
+    """Uniform random integers from `low` (0 if only one bound is given) up to but excluding `high`.
+
+    The default dtype is `torch.int64`.
 
     >>> import shardwise as sw
     >>> int(sw.randint(5, (3,)).max()) < 5, int(sw.randint(2, 5, (3,)).min()) >= 2
@@ -78,79 +66,71 @@ def randint(
     if size is None:
         if not isinstance(high, Sequence):
             raise TypeError(
-                "randint() has no size.\n"
-                "  why: it was given bounds only\n"
+                f"randint() got no size, only the bounds {low} and {high}.\n"
+                "  why: The size is the last positional argument.\n"
                 "  fix: randint(high, (3, 4)) or randint(low, high, (3, 4))"
             )
         size, high, low = high, low, 0
     elif high is None:
         low, high = 0, low
-    dtype = dtype or torch.int64
-    # for torch's own errors
+    dtype = options["dtype"] or torch.int64
+    # raises torch's own errors
     torch.randint(low, high, (1,), dtype=dtype, device="cpu", generator=torch.Generator())  # type: ignore[arg-type]
-    make = partial(integers, low=low, high=int(high))  # type: ignore[arg-type]
-    return _new(
-        "randint", make, size_of((size,)), dtype, layout, device_mesh, placements, device, requires_grad
-    )
+    generate = partial(integers, low=low, high=int(high))  # type: ignore[arg-type]
+    return _new("randint", generate, size_of((size,)), dtype, device, options)
 
 
-def randperm(
-    n: int,
-    *,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    device: _Device = None,
-) -> Tensor:
-    """The numbers from 0 to n - 1 in an order drawn at random.
+@factory
+def randperm(n: int, *, device: _Device = None, **options: Unpack[TensorOptions]) -> Tensor:
+    """A random permutation of the integers from 0 to `n` - 1, by default of dtype `torch.int64`.
 
     >>> import shardwise as sw
     >>> sorted(sw.randperm(5).tolist())
     [0, 1, 2, 3, 4]
     """
-    dtype = dtype or torch.int64
-    torch.randperm(n, dtype=dtype, device="meta")  # for torch's own errors
-    return _new("randperm", permutation, (n,), dtype, layout, device_mesh, placements, device, requires_grad)
+    dtype = options["dtype"] or torch.int64
+    torch.randperm(n, dtype=dtype, device="meta")  # raises torch's own errors
+    return _new("randperm", permutation, (n,), dtype, device, options)
 
 
-def _check(name: str, dtype: torch.dtype, fits: bool, what: str) -> None:
-    if not fits:
+def _floating(name: str, options: TensorOptions) -> torch.dtype:
+    dtype = options["dtype"] or torch.get_default_dtype()
+    if not (dtype.is_floating_point or dtype.is_complex):
         raise LayoutError(
-            f"{name} got dtype={dtype}.", why=f"it makes {what}", fix="use a dtype of such numbers"
+            f"{name} got dtype={dtype}.",
+            why="It draws real or complex numbers.",
+            fix=f"{name}(..., dtype=torch.float32), or randint for integers.",
         )
+    return dtype
 
 
 def _new(
     name: str,
-    make: Callable[..., Tensor],
+    generate: Callable[..., Tensor],
     size: tuple[int, ...],
     dtype: torch.dtype,
-    layout: torch.layout,
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
     device: _Device,
-    requires_grad: bool,
+    options: TensorOptions,
 ) -> Tensor:
-    if mesh is None and not has_current_mesh() and placements is None:
-        where = torch.empty(0, device=device).device  # what torch makes of a name, a number or nothing
+    requires_grad, placements = options["requires_grad"], options["placements"]
+    if options["device_mesh"] is None and not has_current_mesh() and placements is None:
+        where = torch.empty(0, device=device).device  # torch resolves names, numbers and the default device
         if where.type == "meta":
             next_draw()
             return torch.empty(size, dtype=dtype, device=where, requires_grad=requires_grad)
-        return make(next_draw(), Cells(size), dtype, where).requires_grad_(requires_grad)
-    target = layout_for(name, size, layout, mesh, placements)
-    mesh = current_mesh(mesh, name)
+        return generate(next_draw(), Cells(size), dtype, where).requires_grad_(requires_grad)
+    layout = layout_for(name, size, options["layout"], options["device_mesh"], placements)
+    mesh = current_mesh(options["device_mesh"], name)
     if device is not None and torch.device(device).type != mesh.device_type:
         raise LayoutError(
             f"{name} got device={device} and a mesh of {mesh.device_type} devices.",
-            why="the tensor's blocks are on the mesh's devices",
-            fix="leave device out",
+            why="The blocks are on the devices of the mesh.",
+            fix=f"{name}(..., device_mesh=mesh) without device=",
         )
     draw = next_draw(mesh)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
-        where = torch.empty(0).device  # the mesh's, by the factory
-        return make(draw, Cells(size, indices), dtype, where)
+        # `from_function` makes the device of the mesh the default one
+        return generate(draw, Cells(size, indices), dtype, torch.empty(0).device)
 
-    return from_function(target, values, dtype, requires_grad, mesh)
+    return from_function(layout, values, dtype, requires_grad, mesh)

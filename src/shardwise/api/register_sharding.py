@@ -1,4 +1,4 @@
-"""Rules by users: in our notation, or as a function that lists placements, which is torch's form."""
+"""Rules by users: in the notation of the rule table, or as a function that lists placements, as in torch."""
 
 from __future__ import annotations
 
@@ -46,19 +46,33 @@ def register_sharding(
     reads: bool = True,
     empty: bool = True,
 ) -> Any:
-    """Give an op a rule, in place of ours if it has one: a row in our notation, or a function that lists placements.
+    """Give an op a sharding rule, which replaces the built-in one if there is one.
 
-    The function is decorated; it gets the op's arguments, with a spec for each tensor, and lists pairs of what the
-    outputs and the inputs may be on one axis of a mesh. `shardwise.rules.verify(op)` proves either form.
+    With `text` the rule is a row in the notation of docs/rules.txt. Without it this is a decorator, as in torch, for a
+    function that gets the arguments of a call, with a spec for each tensor, and returns a list of pairs: the placements of
+    the outputs and those of the inputs, on one mesh axis. `shardwise.rules.verify(op)` checks either form by execution.
 
-    In a row, letters behind the arrow are those of the outputs; one that is missing there is reduced, `by` sum or what
-    is said, and `added` are arguments that are added to such parts. `linear` are groups of tensor arguments in which
-    a pending sum passes through. What an op writes to stays as it lies. `empty=False` if it takes no empty blocks,
-    `reads=False` if its numbers do not matter to the row. A `Row` made elsewhere may stand for the text, and
-    "?" for one that is found by running the op on pieces of small tensors: only say so of an op of which values do
-    not decide what may be split.
+    Args:
+        op: an op overload, an op with all its overloads, a custom op, or a list of these.
+        text: the letters of each tensor argument and, behind the arrow, of each output; or a `Row`; or "?" to infer the
+            row by running the op on parts of small tensors, which is only valid if the values of its arguments do not
+            decide what may be split.
+        by: the reduction of letters that no output has, if it is not a sum: `{"k": "max"}`.
+        linear: groups of tensor arguments in which the op is linear, so that partial sums pass through.
+        added: tensor arguments that are added to the reduced value, such as a bias; where that is a partial sum, so are
+            they.
+        reads: whether the rule depends on arguments that are not tensors.
+        empty: whether the op accepts empty blocks.
 
-    >>> import shardwise as sw
+    Returns:
+        The row, or the decorator.
+
+    Raises:
+        LayoutError: `op` is not an op, or `text` is not a row.
+
+    Arguments that the op writes to keep their layout. Nothing is communicated.
+
+    >>> import torch, shardwise as sw
     >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
     ... def scale_rows(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     ...     return x * by[:, None]
@@ -85,27 +99,27 @@ def register_sharding(
         for one, found in zip(ops, rows, strict=True):
             _register([one], found)
         return rows[0]
-    made = text if isinstance(text, Row) else None
-    made = made or row(str(text), by=by, linear=linear, added=added, reads=reads, empty=empty)
-    _register(ops, made)
-    return made
+    if not isinstance(text, Row):
+        text = row(text, by=by, linear=linear, added=added, reads=reads, empty=empty)
+    _register(ops, text)
+    return text
 
 
 def op_overloads(op: Any) -> list[Any]:
-    """The overloads that are meant by an overload, an op with all its overloads, a custom op, or a list of such."""
+    """The overloads of an op with all its overloads, a custom op, a single overload, or a list of these."""
     if isinstance(op, list | tuple) and op:
-        return [o for one in op for o in op_overloads(one)]
+        return [overload for one in op for overload in op_overloads(one)]
     overloads = overloads_of(op)
     if overloads is not None and len(overloads) > 1:
         overloads = [o for o in overloads if op_info(o).tensor_arguments]
-        # ops that write have the rules of their functional variants
+        # in-place and out variants have the rule of their functional variant
         return [o for o in overloads if not op_info(o).writes] or overloads
     if overloads is not None:
         return overloads
     raise LayoutError(
         f"{op!r} is not an op.",
-        why="rules are for ops of torch's dispatcher",
-        fix="use one like torch.ops.aten.mm.default, what torch.library.custom_op returned, or a list of them",
+        why="Sharding rules are for ops of torch's dispatcher.",
+        fix="Use torch.ops.aten.mm.default, the result of torch.library.custom_op, or a list of these.",
     )
 
 
@@ -114,8 +128,8 @@ def _register(ops: Sequence[Any], entry: Row | Listing) -> None:
         REGISTERED[op_info(op).name] = entry
         if is_composite(op):
             _log.warning(
-                "%s is made of other ops before a DTensor sees it: a rule for it is used in inference mode only. "
-                "Register rules for what it is made of.",
+                "%s is decomposed into other ops before a DTensor sees it, so its rule is used in inference mode only. "
+                "Register rules for the ops that it consists of.",
                 op,
             )
     forget_decisions(plans=False)

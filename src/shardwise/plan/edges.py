@@ -1,8 +1,9 @@
-"""The edges of the search: from a layout, the steps worth taking towards another."""
+"""The edges of the redistribution search: from a layout, the steps that may lead to another."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from shardwise.layout import Dim, Factor, Layout, Piece, refine
@@ -12,7 +13,7 @@ __all__ = ["steps_towards"]
 
 
 def steps_towards(here: Layout, goal: Layout) -> Iterator[Step]:
-    """Steps from `here` that lead towards `goal`: what is pending goes first, what becomes pending last."""
+    """Steps from `here` towards `goal`: pending reductions are done first, and new ones arise in the last step."""
     wanted = dict(goal.partial)
     pending = {a: op for a, op in here.partial if wanted.get(a) != op}
     rescaled = {a: wanted[a] for a, op in pending.items() if {op, wanted.get(a)} == {"sum", "avg"}}
@@ -20,8 +21,8 @@ def steps_towards(here: Layout, goal: Layout) -> Iterator[Step]:
         yield Identity(here, here.with_partial(dict(here.partial) | rescaled))
     elif pending:
         yield from _reductions(here, goal, frozenset(pending))
-        # Axes that end inside a pending one wait for it: put there now, they would have to move again.
-        dims = [_cut_by(dim, _up_to(pending)) for dim in goal.dims]
+        # An axis whose final position is inside a pending one waits for it, since it would have to move again.
+        dims = [_split_by(dim, _up_to(pending)) for dim in goal.dims]
         rest = here.with_dims(dims)
         yield from _moves(here, rest)
         yield from _half_moves(here, rest)
@@ -39,17 +40,18 @@ def _reductions(here: Layout, goal: Layout, pending: frozenset[int]) -> Iterator
     for axes in dict.fromkeys([scattered, *(frozenset({a}) for a in scattered)]):
         if axes:
             yield ReduceScatter(here, _scattered(here, goal, axes), tuple(sorted(axes)))
-    # An axis that is scattered in the end is never all-reduced on the way: that sends twice as much.
-    if whole := pending - scattered:
-        left = {a: op for a, op in here.partial if a not in whole}
-        yield AllReduce(here, here.with_partial(left), tuple(sorted(whole)))
+    # An axis that is sharded in the goal is never all-reduced, which would send twice as much as a reduce-scatter.
+    if replicated := pending - scattered:
+        left = {a: op for a, op in here.partial if a not in replicated}
+        yield AllReduce(here, here.with_partial(left), tuple(sorted(replicated)))
 
 
 def _scattered(here: Layout, goal: Layout, axes: frozenset[int]) -> Layout:
-    """`here` with pending axes splitting the dims they split in `goal`.
+    """`here` with pending axes moved to the dims that they split in `goal`.
 
-    A dim becomes the goal's, up to the first axis in it that is in use elsewhere: what is sliced afterwards need
-    not be sent. If that leaves some of the axes out, they stand where they do in the goal, or innermost.
+    A dim becomes that of the goal up to its first axis that is in use elsewhere, since elements that would be sliced off
+    afterwards need not be sent. Where that leaves out some of the axes, they take their position in the goal, or the
+    innermost one.
     """
     taken = (here.sharded | {a for a, _ in here.partial}) - axes
     dims: list[Dim] = []
@@ -57,7 +59,7 @@ def _scattered(here: Layout, goal: Layout, axes: frozenset[int]) -> Layout:
         have = {a for f in ours for a in f.axes}
         added = [a for f in theirs for a in f.axes if a in axes]
         known = have | set(added)
-        options = [_cut_by(theirs, _up_to(taken - have)), _cut_by(theirs, _only(known))]
+        options = [_split_by(theirs, _up_to(taken - have)), _split_by(theirs, _only(known))]
         fits = (d for d in options if known <= {a for f in d for a in f.axes} and _is_finer(ours, d, here))
         dims.append(next(fits, _appended(ours, added)))
     return Layout(here.axes, dims, {a: op for a, op in here.partial if a not in axes})
@@ -66,8 +68,8 @@ def _scattered(here: Layout, goal: Layout, axes: frozenset[int]) -> Layout:
 _Pick = Callable[[tuple[int, ...]], Iterable[int]]
 
 
-def _cut_by(dim: Dim, pick: _Pick) -> Dim:
-    """The dim, each factor split by some of its axes only."""
+def _split_by(dim: Dim, pick: _Pick) -> Dim:
+    """The dim with each factor split by only some of its axes."""
     return tuple(Factor(f.size, tuple(pick(f.axes))) for f in dim)
 
 
@@ -75,8 +77,8 @@ def _up_to(stop: Container[int]) -> _Pick:
     return lambda axes: itertools.takewhile(lambda a: a not in stop, axes)
 
 
-def _only(some: Container[int]) -> _Pick:
-    return lambda axes: (a for a in axes if a in some)
+def _only(allowed: Container[int]) -> _Pick:
+    return lambda axes: (a for a in axes if a in allowed)
 
 
 def _appended(dim: Dim, axes: Sequence[int]) -> Dim:
@@ -97,14 +99,14 @@ def _is_prefix(short: Sequence[int], long: Sequence[int]) -> bool:
 
 
 def _moves(here: Layout, there: Layout) -> Iterator[Step]:
-    """The step from one layout to another with the same pending axes: it takes one, or a slice and a gather."""
+    """The first step from one layout to another with the same pending reductions: of one, or of a slice and a gather."""
     if here is there:
         return
     pieces = refine(here, there)
     if pieces is None:
-        # blocks cut across each other on some dim: gather that dim, and then it can be cut anyhow
+        # the blocks of some dim have no common refinement: gather that dim, and then split it
         dims = [
-            ours if refine(Layout(here.axes, [ours]), Layout(here.axes, [theirs])) else _whole(ours)
+            ours if refine(Layout(here.axes, [ours]), Layout(here.axes, [theirs])) else _unsplit(ours)
             for ours, theirs in zip(here.dims, there.dims, strict=True)
         ]
         yield _gather(here, here.with_dims(dims))
@@ -126,7 +128,7 @@ def _moves(here: Layout, there: Layout) -> Iterator[Step]:
 
 
 def _half_moves(here: Layout, there: Layout) -> Iterator[Step]:
-    """Parts of a move to `there`, dim by dim: only what it slices, only what it gathers."""
+    """Parts of a move to `there`: only the dims that it slices, or only those that it gathers."""
     gathered = [
         theirs if _is_finer(theirs, ours, here) else ours
         for ours, theirs in zip(here.dims, there.dims, strict=True)
@@ -137,7 +139,7 @@ def _half_moves(here: Layout, there: Layout) -> Iterator[Step]:
 
 
 def _sliced(here: Layout, there: Layout) -> Layout:
-    """`here`, with the dims sliced further that can be, as they are in `there`."""
+    """`here` with those dims as in `there` that can be reached by slicing."""
     taken = here.sharded
     dims: list[Dim] = []
     for ours, theirs in zip(here.dims, there.dims, strict=True):
@@ -148,7 +150,7 @@ def _sliced(here: Layout, there: Layout) -> Layout:
 
 
 def _embeds(here: Layout, goal: Layout) -> bool:
-    """Whether blocks can be set into zeros as they are: only axes that become pending are gone, from innermost."""
+    """Whether blocks padded with zeros are the partial values of `goal`: only its new pending axes, innermost, are gone."""
     if not here.sharded - goal.sharded <= {a for a, _ in goal.partial}:
         return False
     pieces = refine(here, goal)
@@ -159,33 +161,25 @@ def _gather(here: Layout, there: Layout) -> AllGather:
     return AllGather(here, there, tuple(sorted(here.sharded - there.sharded)))
 
 
-def _whole(dim: Dim) -> Dim:
+def _unsplit(dim: Dim) -> Dim:
     return tuple(Factor(f.size) for f in dim)
 
 
 def _finer(here: Layout, pieces: Iterable[Iterable[Piece]]) -> Layout:
-    """Each piece cut by the longer of its two lists of axes."""
+    """The layout with each piece split by the longer of its two lists of axes."""
     return here.with_dims([[Factor(p.size, max(p.source, p.target, key=len)) for p in dim] for dim in pieces])
 
 
 def _changed(piece: Piece) -> tuple[int, ...]:
-    """The source's axes from the first one on that the target has otherwise: whom the blocks come from."""
-    common = 0
-    for a, b in zip(piece.source, piece.target, strict=False):
-        if a != b:
-            break
-        common += 1
-    return piece.source[common:]
+    """The axes of the source behind those that it has in common with the target; blocks come from ranks along them."""
+    common = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(piece.source, piece.target, strict=False)
+    )
+    return piece.source[len(list(common)) :]
 
 
 def _same_blocks(piece: Piece, sizes: Sequence[int]) -> bool:
-    """Whether both lists of axes cut the piece at the same places."""
+    """Whether both lists of axes split the piece into the same blocks."""
     ours, theirs = [sizes[a] for a in piece.source], [sizes[a] for a in piece.target]
-    if ours == theirs:
-        return True
-    a = b = 1
-    for n in ours:
-        a *= n
-    for n in theirs:
-        b *= n
-    return a == b and piece.size % a == 0
+    count = math.prod(ours)
+    return ours == theirs or (count == math.prod(theirs) and piece.size % count == 0)

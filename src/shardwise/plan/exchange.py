@@ -1,4 +1,4 @@
-"""An exchange of index ranges along one dim: each rank gets the positions it wants, and sends no others."""
+"""Exchanges of index ranges along one dim: each rank receives exactly the positions it wants and does not have."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Exchange", "Extent", "Move", "Range", "Ranges", "chunked", "place_of
 Range = tuple[int, int]
 """Positions along a dim: `[low, high)`."""
 Ranges = tuple[Range, ...]
-"""What one rank has or wants along a dim, in the order in which its block has it."""
+"""The positions that one rank owns or wants along a dim, in the order of its block."""
 
 
 class Extent(NamedTuple):
-    """How long blocks are along a dim, by the coords on the axes that split it, in row-major order."""
+    """The lengths of blocks along a dim, by the coords on the axes that split it, in row-major order."""
 
     axes: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 class Move(NamedTuple):
-    """What is to move along one dim that some axes split: what each of their coords has, and what it wants."""
+    """An exchange along one dim that `axes` split: the ranges that each of their coords owns, and those it wants."""
 
     dim: int
     axes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Move(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def chunked(size: int, axes: tuple[int, ...], on: Axes) -> tuple[Range, ...]:
-    """The ranges of a dim that some axes cut one after the other, by their coords in row-major order.
+    """The ranges of a dim that some axes split one after the other, by their coords in row-major order.
 
     >>> chunked(5, (1, 0), Axes((2, 2)))
     ((0, 2), (2, 3), (3, 4), (4, 5))
@@ -48,7 +48,7 @@ def chunked(size: int, axes: tuple[int, ...], on: Axes) -> tuple[Range, ...]:
 
 
 def place_of(coord: Sequence[int], axes: Sequence[int], on: Axes) -> int:
-    """The place of a coord among those on some axes, in row-major order.
+    """The index of a coord among those on some axes, in row-major order.
 
     >>> place_of((1, 0, 2), (2, 0), Axes((2, 2, 3)))
     5
@@ -60,12 +60,12 @@ def place_of(coord: Sequence[int], axes: Sequence[int], on: Axes) -> int:
 
 
 def total(ranges: Ranges) -> int:
-    """How many positions some ranges have."""
+    """The number of positions in some ranges."""
     return sum(high - low for low, high in ranges)
 
 
 class Overlap(NamedTuple):
-    """A common part of what one rank has and another wants: where it begins in either's block, and its length."""
+    """A range that one rank owns and another wants: its start in the owner's block and in the other's, and its length."""
 
     start: int
     into: int
@@ -73,7 +73,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(owned: Ranges, wanted: Ranges) -> list[Overlap]:
-    """The common parts of what a block has and what another is to have, in the order of the latter."""
+    """The overlaps of the ranges that one block owns and another wants, in the order of the latter."""
     out = []
     into = 0
     for low, high in wanted:
@@ -89,10 +89,13 @@ def overlaps(owned: Ranges, wanted: Ranges) -> list[Overlap]:
 
 @dataclass(frozen=True)
 class Exchange(Step):
-    """Each rank gets the ranges it wants of a dim from those that own them; what it owns itself is not sent.
+    """Each rank gets the ranges of a dim that it wants from the ranks that own them; ranges that it owns are not sent.
 
-    `owned` and `wanted` are by place in the group, over `axes` in row-major order; what is owned does not overlap, what
-    is wanted may. `extents` say how long blocks are along the other dims, for after another exchange no layout does.
+    Attributes:
+        dim: the dim.
+        owned: the ranges that each rank owns, by index in the group, over `axes` in row-major order; they do not overlap.
+        wanted: the ranges that each rank wants, which may overlap.
+        extents: the lengths of blocks along all dims, since after another exchange they do not follow from the layout.
     """
 
     dim: int = 0
@@ -121,7 +124,7 @@ class Exchange(Step):
         return tuple(out)
 
     def shape_before(self, coord: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the block that a coord starts from."""
+        """The shape of the block of a coord before the exchange."""
         on = self.source.axes
         out = [e.lengths[place_of(coord, e.axes, on)] for e in self.extents]
         out[self.dim] = total(self.owned[place_of(coord, self.axes, on)])
@@ -133,10 +136,10 @@ class Exchange(Step):
 
 
 def plan_exchanges(source: Layout, moves: Sequence[Move], itemsize: int) -> Plan:
-    """Exchanges along some dims of a tensor in this layout, one after the other; those that change nothing are left out.
+    """The plan of exchanges along some dims of a tensor, one after the other, without those that change nothing.
 
-    The plan ends in no layout in general: blocks are as the moves say. What is `owned` may differ from what the layout
-    says, if blocks are first cut or put together on the spot.
+    In general the resulting blocks do not form a layout. `Move.owned` may differ from the ranges of the layout if the
+    caller first slices or concatenates blocks locally.
 
     >>> from shardwise.layout import parse_layout
     >>> on = Axes((2,), ("tp",))

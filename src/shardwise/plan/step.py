@@ -1,7 +1,8 @@
-"""Steps and plans: frozen values that say what is to be sent, to be run, costed, explained or simulated."""
+"""Steps and plans: frozen values that describe communication, to be run, costed, printed or simulated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """One collective or one local move, from a layout to another; `axes` are those it talks over."""
+    """One collective or one local operation that leads from one layout to another.
+
+    Attributes:
+        source: the layout before.
+        target: the layout after.
+        axes: the mesh axes that it communicates over; none for a local operation.
+        name: what it is called in printed plans.
+    """
 
     source: Layout
     target: Layout
@@ -35,7 +43,7 @@ class Step:
 
     @cached_property
     def elements(self) -> int:
-        """How many elements leave a rank, summed over all ranks of the mesh."""
+        """The number of elements that ranks send, summed over all ranks of the mesh."""
         return 0
 
     @property
@@ -43,20 +51,17 @@ class Step:
         return bool(self.axes)
 
     def shape_at(self, coord: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the block that a coord ends with."""
+        """The shape of the block of a coord afterwards."""
         return block_shape(self.target, coord)
 
     @property
     def group_size(self) -> int:
-        """How many ranks talk to each other."""
-        size = 1
-        for a in self.axes:
-            size *= self.source.axes.sizes[a]
-        return size
+        """The number of ranks in each group that communicates."""
+        return math.prod(self.source.axes.sizes_of(self.axes))
 
     @property
     def reduced(self) -> dict[int, str]:
-        """The axes this step reduces, with the op of each."""
+        """The axes that this step reduces over, with the reduction of each."""
         kept = dict(self.target.partial)
         return {a: op for a, op in self.source.partial if a in self.axes and a not in kept}
 
@@ -66,19 +71,19 @@ class Step:
 
 
 class Slice(Step):
-    """Each rank keeps a part of what it has."""
+    """Each rank keeps a part of its block."""
 
     name = "slice"
 
 
 class Identity(Step):
-    """A value becomes pending: each rank holds a part that, reduced, gives it back; or a sum becomes a mean."""
+    """A value becomes partial values that reduce to it, on each rank without communication; or a sum becomes a mean."""
 
     name = "partial identity"
 
 
 class AllGather(Step):
-    """Each rank gets the blocks of all."""
+    """Each rank gets the blocks of all ranks of its group."""
 
     name = "all-gather"
 
@@ -88,7 +93,7 @@ class AllGather(Step):
 
 
 class AllToAll(Step):
-    """Each rank sends each other one what that one needs of its block."""
+    """Each rank sends every other rank of its group the part of its block that the other needs."""
 
     name = "all-to-all"
 
@@ -98,24 +103,24 @@ class AllToAll(Step):
 
 
 class Permute(AllToAll):
-    """An all-to-all in which each rank gets its whole block from one other."""
+    """An all-to-all in which each rank gets its entire block from one other rank."""
 
     name = "permute"
 
 
 class AllReduce(Step):
-    """Each rank gets the reduction of all."""
+    """Each rank gets the reduction of all blocks."""
 
     name = "all-reduce"
 
     @cached_property
     def elements(self) -> int:
-        # a ring sends a share of (n-1)/n twice; all ranks of a group hold equal blocks, so this is exact
+        # a ring sends (n-1)/n of a block twice; the ranks of a group have blocks of equal size, so this is exact
         return 2 * (self.group_size - 1) * elements_kept(self.source) // self.group_size
 
 
 class ReduceScatter(Step):
-    """Each rank gets its part of the reduction of all; other axes may slice what is sent to it."""
+    """Each rank gets its part of the reduction of all blocks, which other axes may slice further."""
 
     name = "reduce-scatter"
 
@@ -124,7 +129,9 @@ class ReduceScatter(Step):
         return (self.group_size - 1) * elements_kept(self.target)
 
 
-@dataclass(frozen=True, eq=False)  # plans come from a cache and key another, so identity is what they need
+@dataclass(
+    frozen=True, eq=False
+)  # plans come from a cache and are keys of others, so they compare by identity
 class Plan:
     """The steps from one layout to another.
 
@@ -145,12 +152,12 @@ class Plan:
 
     @property
     def collectives(self) -> int:
-        """How many collectives each rank takes part in."""
+        """The number of collectives."""
         return sum(step.is_collective for step in self.steps)
 
     @property
     def bytes(self) -> int:
-        """How many bytes leave a rank, summed over all ranks of the mesh."""
+        """The number of bytes that ranks send, summed over all ranks of the mesh."""
         return self.itemsize * sum(step.elements for step in self.steps)
 
     def __str__(self) -> str:

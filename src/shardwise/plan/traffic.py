@@ -1,4 +1,4 @@
-"""Exact element counts, without looking at ranks one by one."""
+"""Exact element counts in closed form, without a loop over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Array = NDArray[np.int64]
 
 
 def elements_kept(layout: Layout) -> int:
-    """The sizes of all ranks' blocks, summed: each axis that splits nothing holds the tensor once more.
+    """The total size of the blocks of all ranks; each axis that splits nothing multiplies it by the axis size.
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> elements_kept(parse_layout("[5:dp, 3]", Axes((2, 4), ("dp", "tp")))[0])
@@ -28,7 +28,7 @@ def elements_kept(layout: Layout) -> int:
 
 
 def elements_shared(source: Layout, target: Layout) -> int:
-    """How much of its target block each rank already holds, summed over all ranks."""
+    """The number of elements of its target block that each rank already holds, summed over all ranks."""
     pieces = refine(source, target)
     if pieces is None:
         return 0
@@ -39,18 +39,18 @@ def elements_shared(source: Layout, target: Layout) -> int:
 
 
 def _connected(pieces: list[Piece]) -> list[list[Piece]]:
-    """The pieces in groups that have no axis in common, so that their counts multiply."""
+    """The pieces in groups without a common axis, so that the counts of the groups multiply."""
     groups: list[tuple[set[int], list[Piece]]] = []
     for piece in pieces:
         axes, members = {*piece.source, *piece.target}, [piece]
-        apart = []
-        for other in groups:
-            if axes & other[0]:
-                axes |= other[0]
-                members = other[1] + members
+        disjoint = []
+        for other_axes, others in groups:
+            if axes & other_axes:
+                axes |= other_axes
+                members = others + members
             else:
-                apart.append(other)
-        groups = [*apart, (axes, members)]
+                disjoint.append((other_axes, others))
+        groups = [*disjoint, (axes, members)]
     return [members for _, members in groups]
 
 
@@ -65,16 +65,16 @@ def _shared(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
         low_a, high_a = _ranges(size, source, axes, sizes)
         low_b, high_b = _ranges(size, target, axes, sizes)
         overlaps.append(np.maximum(np.minimum(high_a, high_b) - np.maximum(low_a, low_b), 0))
-    whole = np.broadcast_to(reduce(np.multiply, overlaps), tuple(sizes[a] for a in axes))
-    return int(whole.sum())
+    counts = np.broadcast_to(reduce(np.multiply, overlaps), tuple(sizes[a] for a in axes))
+    return int(counts.sum())
 
 
 def _ranges(
-    size: int, cut: tuple[int, ...], axes: list[int], sizes: tuple[int, ...]
+    size: int, split_by: tuple[int, ...], axes: list[int], sizes: tuple[int, ...]
 ) -> tuple[_Array, _Array]:
-    """The ranges that all coords own of a factor, as arrays over the given axes."""
+    """The lower and upper ends of the ranges of a factor that all coords own, as arrays over the given axes."""
     low, length = np.zeros((1,) * len(axes), np.int64), np.full((1,) * len(axes), size, np.int64)
-    for a in cut:
+    for a in split_by:
         coord = np.arange(sizes[a]).reshape([-1 if b == a else 1 for b in axes])
         chunk = -(-length // sizes[a])
         start = np.minimum(coord * chunk, length)

@@ -1,4 +1,4 @@
-"""Windows that slide along a dim: what a range of them covers, and which of them touch a range."""
+"""Sliding windows along a dim, as in convolutions: the positions they cover, and the windows that touch a position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Window"]
 
 
 class Window(NamedTuple):
-    """A window of `size` positions, `dilation` apart, that moves by `stride` and begins `padding` before the dim.
+    """A window of `size` positions, `dilation` apart, that moves by `stride` and starts `padding` before the dim.
 
     >>> w = Window(size=3, stride=2, padding=1)
     >>> w.covered((0, 2)), w.touching((2, 4), count=5)
@@ -24,17 +24,19 @@ class Window(NamedTuple):
 
     @property
     def span(self) -> int:
-        """From its first position to its last."""
+        """The number of positions from the first of a window to the last, including gaps."""
         return self.dilation * (self.size - 1) + 1
 
     def covered(self, windows: Range) -> Range:
-        """The positions that some windows cover, which may lie outside of the dim; none for no windows."""
+        """The positions that a range of windows covers, which may extend beyond the dim; empty for an empty range."""
         first, last = windows
-        at = first * self.stride - self.padding
-        return (at, (last - 1) * self.stride - self.padding + self.span) if last > first else (at, at)
+        start = first * self.stride - self.padding
+        return (
+            (start, start + (last - 1 - first) * self.stride + self.span) if last > first else (start, start)
+        )
 
     def touching(self, positions: Range, count: int) -> Range:
-        """Those of `count` windows that have one of some positions between their ends."""
+        """The range of those of `count` windows whose span overlaps a range of positions."""
         low, high = positions
         if high <= low:
             return 0, 0

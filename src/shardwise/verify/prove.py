@@ -1,4 +1,4 @@
-"""Proving a rule by execution: each way to lay out a call that it allows, against the op on whole tensors."""
+"""Checking a rule by execution: a call in each layout that the rule allows, compared with the op on full tensors."""
 
 from __future__ import annotations
 
@@ -21,165 +21,156 @@ from shardwise.plan.settings import forget_decisions
 from shardwise.rules import Proof, RuleError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import has_derivative
-from shardwise.verify.cases import Case, cases, row_text, with_tensors
-from shardwise.verify.compare import difference, shown
-from shardwise.verify.layouts import BlockError, laid_out, value_of
+from shardwise.verify.cases import Case, cases, row_text
+from shardwise.verify.compare import describe, difference
+from shardwise.verify.layouts import BlockError, assemble, distribute
 from shardwise.verify.sampling import draw
 
 __all__ = ["prove"]
 
 _MESHES = ((2,), (3,), (2, 2))
-_MOST_PAIRED = 2  # calls that are tried on two axes, where each thing one axis may do meets each other
+_MOST_PAIRED = 2  # calls that run on a mesh of two axes, where the number of layouts is squared
 _Sample = tuple[Sequence[Any], Mapping[str, Any]]
-# What these return is not said by their arguments, only its shape.
-_UNSET = {"aten.empty_like.default", "aten.new_empty.default", "aten.new_empty_strided.default"}
+# Ops whose results have undefined values.
+_UNINITIALIZED = {"aten.empty_like.default", "aten.new_empty.default", "aten.new_empty_strided.default"}
 
 
 def prove(op: Any, calls: Sequence[_Sample] | None, examples: int, seed: int) -> Proof:
-    """Try all that an op's rule allows; see `shardwise.rules.verify`."""
-    func = _named(op) if isinstance(op, str) else _single(op)
+    """Run an op in every layout that its rule allows; see `shardwise.rules.verify`."""
+    func = _by_name(op) if isinstance(op, str) else _overload(op)
     text = row_text(func)
-    some = draw(func, text, examples, seed) if calls is None else calls
-    # the first that fails is a small one
-    some = sorted(some, key=lambda c: sum(t.numel() for t in tensors_in([*c[0], *c[1].values()])))
-    ways = [0] * len(some)
+    samples = draw(func, text, examples, seed) if calls is None else calls
+    # small ones first, so that the counterexample is small
+    samples = sorted(samples, key=lambda c: sum(t.numel() for t in tensors_in([*c[0], *c[1].values()])))
+    layouts = [0] * len(samples)
     gradients = pairs = 0
     for shape in _MESHES:
-        # two axes at once where one had the most to do
-        busy = sorted(range(len(some)), key=lambda n: (-ways[n], n))[:_MOST_PAIRED]
+        # on two axes, the calls that had the most layouts on one
+        busy = sorted(range(len(samples)), key=lambda n: (-layouts[n], n))[:_MOST_PAIRED]
         with simulate(math.prod(shape)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-            for number, (args, kwargs) in enumerate(some):
+            for number, (args, kwargs) in enumerate(samples):
                 if len(shape) > 1 and number not in busy:
                     continue
                 for case in cases(func, tuple(args), dict(kwargs), mesh, seed):
                     _check(case)
-                    ways[number] += len(shape) == 1
+                    layouts[number] += len(shape) == 1
                     pairs += len(shape) > 1
                     gradients += shape == _MESHES[0] and _check_gradient(case)
-            forget_decisions()  # recipes of a mesh that is gone
-    if not any(ways):
+            forget_decisions()  # the mesh is gone
+    if not any(layouts):
         raise RuleError(
-            f"{func} was not tried.",
-            why=f"its row, {text!r}, covers none of the {len(some)} calls",
-            fix="give it calls=[(args, kwargs), …] that the row is for; a custom op needs register_fake",
+            f"{func} was not run.",
+            why=f"Its row, {text!r}, covers none of the {len(samples)} calls.",
+            fix="verify(op, calls=[(args, kwargs), ...]) with calls that it covers; a custom op needs register_fake.",
         )
-    return Proof(str(func), text, sum(map(bool, ways)), sum(ways) + pairs, gradients)
+    return Proof(str(func), text, sum(map(bool, layouts)), sum(layouts) + pairs, gradients)
 
 
-def _named(name: str) -> Any:
+def _by_name(name: str) -> Any:
     try:
-        space, packet, form = name.split(".")
-        return getattr(getattr(getattr(torch.ops, space), packet), form)
+        namespace, packet, overload = name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (ValueError, AttributeError) as error:
         raise RuleError(
-            f"{name!r} is not the name of an op.", why=str(error), fix="write it like 'aten.mm.default'"
+            f"{name!r} is not the name of an op.", why=f"{error}.", fix="verify('aten.mm.default')"
         ) from error
 
 
-def _single(op: Any) -> Any:
-    every = op_overloads(op)
-    if len(every) == 1:
-        return every[0]
+def _overload(op: Any) -> Any:
+    overloads = op_overloads(op)
+    if len(overloads) == 1:
+        return overloads[0]
     raise RuleError(
-        f"{op} is {len(every)} ops.",
-        why="each has a row of its own",
-        fix=f"verify one of {', '.join(map(str, every))}",
+        f"{op} has {len(overloads)} overloads.",
+        why="Each overload has its own row.",
+        fix=f"Verify one of {', '.join(map(str, overloads))}.",
     )
 
 
 def _check(case: Case) -> None:
-    """Run a case below autograd, as dispatch does."""
-    func, met = case.func, case.met
-    found = tensors_in([*case.args, *case.kwargs.values()])
-    dense = [t.clone() for t in found]
-    rest = iter(dense)
+    """Run a case below autograd, as dispatch does, and compare the results with those on full tensors."""
+    func, written = case.func, case.match.written
+    dense = [t.clone() for t in case.tensors]
     with torch.no_grad():
-        want = _flat(func(*with_tensors(case.args, rest), **with_tensors(case.kwargs, rest)))
+        args, kwargs = case.arguments(dense)
+        want = _flatten(func(*args, **kwargs))
         _check_fake(case, want)
-        mine, args, kwargs = case.laid()
+        mine = case.distribute()
+        args, kwargs = case.arguments(mine)
         try:
             with counting() as ledger:
-                got = _flat(dispatch(func, (), args, kwargs))
+                got = _flatten(dispatch(func, (), args, kwargs))
         except Exception as error:
-            raise case.wrong(f"raised {type(error).__name__}: {error}") from error
+            raise case.counterexample(f"raised {type(error).__name__}: {error}") from error
         if ledger.collectives:
             sent = ", ".join(e.step for e in ledger.entries)
-            raise case.wrong(f"sent something: {sent}")
-        lies = tuple(g._spec.layout for g in got if isinstance(g, DTensor))
-        if case.but_alike(lies) != case.but_alike(case.choice.outputs):
-            raise case.wrong(f"made {lies}, and its row says {case.choice.outputs}")
-        want += [dense[i] for i in met.written]
-        got += [mine[i] for i in met.written]
+            raise case.counterexample(f"communicated: {sent}")
+        layouts = tuple(g._spec.layout for g in got if isinstance(g, DTensor))
+        if case.determined(layouts) != case.determined(case.choice.outputs):
+            raise case.counterexample(f"returned {layouts}, where its row gives {case.choice.outputs}")
+        want += [dense[i] for i in written]
+        got += [mine[i] for i in written]
         for number, (g, w) in enumerate(zip(got, want, strict=True)):
             which = f"output {number}" if len(want) > 1 else "the result"
             _compare(case, which, g, w)
 
 
 def _check_fake(case: Case, want: Sequence[Any]) -> None:
-    """What an op says it makes, by its meta kernel, is what it makes."""
-    said, made = (
-        case.but_alike([(tuple(t.shape), t.dtype) for t in ts if isinstance(t, Tensor)])
-        for ts in (case.met.outputs, want)
+    """Compare the outputs of the meta kernel with those of the op."""
+    inferred, actual = (
+        case.determined([(tuple(t.shape), t.dtype) for t in ts if isinstance(t, Tensor)])
+        for ts in (case.match.outputs, want)
     )
-    if said != made:
+    if inferred != actual:
+        inputs = ", ".join(f"{dtype_text(t.dtype)}{list(t.shape)}" for t in case.tensors)
         raise RuleError(
-            f"{case.func} is not what it says itself.",
-            why=f"on {_shapes_text(case)} it makes {made}, and its fake says {said}",
-            fix="mend what was given to register_fake, or give calls=[…] that the op is for",
+            f"{case.func} does not agree with its fake kernel.",
+            why=f"For {inputs} it returns {actual}, and its fake kernel {inferred}.",
+            fix="Correct the function that was given to register_fake, or verify(op, calls=[...]) with valid calls.",
         )
 
 
-def _shapes_text(case: Case) -> str:
-    found = tensors_in([*case.args, *case.kwargs.values()])
-    return ", ".join(f"{dtype_text(t.dtype)}{list(t.shape)}" for t in found)
-
-
-def _flat(result: Any) -> list[Any]:
+def _flatten(result: Any) -> list[Any]:
     if isinstance(result, list | tuple):
-        return [x for r in result for x in _flat(r)]
+        return [x for r in result for x in _flatten(r)]
     return [] if result is None else [result]
 
 
 def _compare(case: Case, which: str, got: Any, want: Tensor) -> None:
-    has_values = op_info(case.func).name not in _UNSET
+    has_values = op_info(case.func).name not in _UNINITIALIZED
     try:
-        whole = value_of(got, copies=has_values) if isinstance(got, DTensor) else got
-    except LayoutError as error:
-        raise case.wrong(f"left {which} as {got._spec}, but {error.why}") from error
-    except BlockError as error:
-        raise case.wrong(f"left {which} as {got._spec}, but {error}") from error
-    dtypes = [t.dtype for t in tensors_in([*case.args, *case.kwargs.values()])]
-    said = difference(whole, want, values=has_values, coarsest=dtypes)
-    if said:
-        lies = f", which is {got._spec}" if isinstance(got, DTensor) else ""
-        values = () if whole.shape != want.shape else (f"got {shown(whole)}", f"expected {shown(want)}")
-        raise case.wrong(f"gave {which}{lies}, as {said}", *values)
+        full = assemble(got, check_copies=has_values) if isinstance(got, DTensor) else got
+    except (BlockError, LayoutError) as error:
+        reason = error.why if isinstance(error, LayoutError) else error
+        raise case.counterexample(f"returned {which} as {got._spec}, but {reason}") from error
+    dtypes = [t.dtype for t in case.tensors]
+    found = difference(full, want, values=has_values, coarsest=dtypes)
+    if found:
+        layout = f", which is {got._spec}" if isinstance(got, DTensor) else ""
+        values = () if full.shape != want.shape else (f"got {describe(full)}", f"expected {describe(want)}")
+        raise case.counterexample(f"gave {which}{layout}, as {found}", *values)
 
 
 def _check_gradient(case: Case) -> bool:
-    """Compare gradients, where the op has some."""
-    found = tensors_in([*case.args, *case.kwargs.values()])
-    dense = [t.detach().clone().requires_grad_(_can_have_gradient(t)) for t in found]
-    if case.met.written or not any(t.requires_grad for t in dense) or not has_derivative(case.func):
+    """Compare gradients; False if the op has none."""
+    dense = [t.detach().clone().requires_grad_(_can_have_gradient(t)) for t in case.tensors]
+    if case.match.written or not any(t.requires_grad for t in dense) or not has_derivative(case.func):
         return False
-    rest = iter(dense)
+    args, kwargs = case.arguments(dense)
     try:
-        want = _gradients(
-            _flat(case.func(*with_tensors(case.args, rest), **with_tensors(case.kwargs, rest))), dense, None
-        )
+        want = _gradients(_flatten(case.func(*args, **kwargs)), dense, None)
     except Exception:
-        return False  # it has no gradient, or not of these arguments
+        return False  # not differentiable for these arguments
     if want is None:
         return False
-    mine, args, kwargs = case.laid()
-    for t in mine:
-        t.requires_grad_(_can_have_gradient(t))
+    mine = [t.requires_grad_(_can_have_gradient(t)) for t in case.distribute()]
+    args, kwargs = case.arguments(mine)
     try:
-        got = _gradients(_flat(case.func(*args, **kwargs)), mine, case.mesh)
+        got = _gradients(_flatten(case.func(*args, **kwargs)), mine, case.mesh)
     except Exception as error:
-        raise case.wrong(f"raised {type(error).__name__} in its gradient: {error}") from error
+        raise case.counterexample(f"raised {type(error).__name__} in its backward pass: {error}") from error
     for number, (g, w) in enumerate(zip(got or [], want, strict=True)):
         _compare(case, f"the gradient of x{number}", g, w)
     return True
@@ -190,7 +181,7 @@ def _can_have_gradient(t: Tensor) -> bool:
 
 
 def _gradients(results: Sequence[Any], inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Any:
-    """The gradients of a drawn weighted sum of the results, zero where one does not matter."""
+    """The gradients of a weighted sum of the results, zero for inputs that it does not depend on; None without any."""
     outputs = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
     leaves = [t for t in inputs if t.requires_grad]
     if not outputs or not leaves:
@@ -199,7 +190,7 @@ def _gradients(results: Sequence[Any], inputs: Sequence[Tensor], mesh: DeviceMes
     for out in outputs:
         w = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
         if mesh is not None:
-            w = laid_out(w, Layout.replicated(w.shape, axes_of(mesh)), mesh, torch.Generator())
+            w = distribute(w, Layout.replicated(w.shape, axes_of(mesh)), mesh, torch.Generator())
         weights.append(w)
     grads = iter(torch.autograd.grad(outputs, leaves, weights, allow_unused=True))
     out_grads = [next(grads) if t.requires_grad else None for t in inputs]

@@ -1,4 +1,4 @@
-"""Drawing calls of an op that fit its schema and its row: sizes that are uneven, 1 and 0, and numbers of both signs."""
+"""Random calls of an op that fit its schema and its row, with uneven sizes, sizes 1 and 0, and values of both signs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.call.schema import op_info
 from shardwise.rules import RuleError
+from shardwise.torch_internals.dispatcher import Argument
 
 __all__ = ["draw"]
 
@@ -24,64 +25,67 @@ _TRIES = 8
 
 
 def draw(func: Any, text: str, examples: int, seed: int) -> list[_Sample]:
-    """Calls that the op takes; the same for the same seed.
+    """Random calls that the op accepts, determined by `seed`.
 
     >>> [[tuple(t.shape) for t in args] for args, _ in draw(torch.ops.aten.mm.default, "m k, k n -> m n", 3, 0)]
     [[(5, 3), (3, 4)], [(5, 5), (5, 2)], [(5, 1), (1, 4)]]
     """
-    if why := _refused(func, text):
-        raise _cannot(func, why)
+    if why := _reason_against(func, text):
+        raise _no_calls(func, why)
     rng = random.Random(f"{seed} {func}")
     torch_rng = torch.Generator().manual_seed(rng.randrange(2**31))
     out: list[_Sample] = []
     for number in range(examples * _TRIES):
         if len(out) == examples:
             break
-        # the first one has dims, so that there is something to split
+        # the first call has dims, so that there is something to split
         least, empty = int(not out), number % 11 == 10
-        call = _drawn(func, text, rng, torch_rng, _DTYPES[number % len(_DTYPES)], least, empty)
-        if call is not None and _takes(func, call):
+        call = _random_call(func, text, rng, torch_rng, _DTYPES[number % len(_DTYPES)], least, empty)
+        if call is not None and _accepts(func, call):
             out.append(call)
     if not out:
-        raise _cannot(
-            func, f"none of those that fit its schema ({op_info(func).arguments}) and row ({text}) did run"
+        schema = ", ".join(f"{a.type} {a.name}" for a in op_info(func).arguments)
+        raise _no_calls(
+            func, f"It accepted none of those that fit its schema ({schema}) and its row ({text})."
         )
     return out
 
 
-def _cannot(func: Any, why: str) -> RuleError:
+def _no_calls(func: Any, why: str) -> RuleError:
     return RuleError(
-        f"no call of {func} could be drawn.", why=why, fix="give some: calls=[((x, y), {'alpha': 2}), …]"
+        f"No calls of {func} could be generated.",
+        why=why,
+        fix="verify(op, calls=[((x, y), {'alpha': 2}), ...])",
     )
 
 
-_FOUND = ("index", "indices", "pivots")  # arguments that point into others
+_INDEX_NAMES = ("index", "indices", "pivots")
 
 
-def _refused(func: Any, text: str) -> str:
-    """Why calls are not drawn, if so: a kernel of torch that is not asked what it is for may crash on them."""
+def _reason_against(func: Any, text: str) -> str:
+    """Why an op should not be called with random arguments, on which unchecked kernels of torch crash; or ""."""
     info = op_info(func)
-    space, _, name = info.qualified_name.partition("::")
-    if space != "aten":
+    namespace, _, name = info.qualified_name.partition("::")
+    if namespace != "aten":
         return ""
     if name.startswith("_") and not name.startswith("__"):
-        return "it is internal to torch, and checks little of what it is given"
-    pointing = [a.name for a in info.arguments if a.name.removeprefix("LU_") in _FOUND]
-    if pointing:
-        return f"its {pointing[0]} points into another tensor"
+        return "It is internal to torch, and its kernel checks little of its arguments."
+    indices = [a.name for a in info.arguments if a.name.removeprefix("LU_") in _INDEX_NAMES]
+    if indices:
+        return f"Its {indices[0]} must be valid indices into another tensor."
     count = len(info.tensor_arguments)
     if count > 1 and not text.startswith("pointwise") and len(_words(text)) != count:
-        return f"its row ({text}) does not say the shapes of its {count} tensors"
+        return f"Its row ({text}) does not give the shapes of its {count} tensors."
     return ""
 
 
 def _words(text: str) -> list[list[str]]:
-    """The letters of each tensor argument, where a row has them."""
+    """The letters of each tensor argument, if the row has them."""
     before, arrow, _ = text.partition(";")[0].partition("->")
     return [w.split() for w in before.split(",")] if arrow else []
 
 
-def _takes(func: Any, call: _Sample) -> bool:
+def _accepts(func: Any, call: _Sample) -> bool:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -91,7 +95,7 @@ def _takes(func: Any, call: _Sample) -> bool:
     return True
 
 
-def _drawn(
+def _random_call(
     func: Any,
     text: str,
     rng: random.Random,
@@ -100,42 +104,39 @@ def _drawn(
     least: int,
     empty: bool,
 ) -> _Sample | None:
-    schema = op_info(func).arguments
-    count = len(op_info(func).tensor_arguments)
-    shapes = _shapes(text, count, rng, least, empty)
-    if shapes is None:
-        return None
+    info = op_info(func)
+    shapes = _shapes(text, len(info.tensor_arguments), rng, least, empty)
     ndim = len(shapes[0]) if shapes else 0
     rest = iter(shapes)
-    given: list[Any] = []
-    named: dict[str, Any] = {}
-    for arg in schema:
-        kind = arg.type
-        if "Tensor" in kind:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for arg in info.arguments:
+        if "Tensor" in arg.type:
             shape = next(rest)
             value: Any = _tensor(shape, dtype, torch_rng)
-            if kind.startswith("Optional") and rng.random() < 0.3:
+            if arg.type.startswith("Optional") and rng.random() < 0.3:
                 value = None
-            elif kind.startswith("List"):
+            elif arg.type.startswith("List"):
                 value = [_tensor(shape, dtype, torch_rng) for _ in range(rng.randint(1, 3))]
         else:
-            value = _value(arg, kind, ndim, dtype, rng)
-            if value is _CANNOT:
+            value = _value(arg, ndim, dtype, rng)
+            if value is _UNKNOWN:
                 return None
         if arg.kwarg_only:
-            named[arg.name] = value
+            kwargs[arg.name] = value
         else:
-            given.append(value)
-    return tuple(given), named
+            args.append(value)
+    return tuple(args), kwargs
 
 
-_CANNOT = object()
+_UNKNOWN = object()
 
 
-def _value(arg: Any, kind: str, ndim: int, dtype: torch.dtype, rng: random.Random) -> Any:
+def _value(arg: Argument, ndim: int, dtype: torch.dtype, rng: random.Random) -> Any:
+    is_optional = arg.type.startswith("Optional")
     if arg.has_default and (arg.kwarg_only or rng.random() < 0.4):
         return arg.default
-    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
+    inner = arg.type.removeprefix("Optional[").removesuffix("]") if is_optional else arg.type
     if arg.name.startswith("dim") and inner in ("int", "List[int]"):
         dims = range(-ndim, ndim) if ndim else range(-1, 1)
         if inner == "int":
@@ -147,12 +148,12 @@ def _value(arg: Any, kind: str, ndim: int, dtype: torch.dtype, rng: random.Rando
         return rng.choice((1, 2, 3))
     if inner == "bool":
         return rng.random() < 0.5
-    # sizes, strides and strings that mean something cannot be guessed, and some kernels do not survive wrong ones
-    return arg.default if arg.has_default else _CANNOT
+    # valid sizes, strides and strings cannot be guessed, and some kernels crash on invalid ones
+    return arg.default if arg.has_default else _UNKNOWN
 
 
 def _tensor(shape: Sequence[int], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
-    """Numbers of both signs, or near it: no two of them alike where the dtype has enough."""
+    """Random values, of both signs if the dtype has them."""
     if dtype is torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=rng).bool()
     if dtype.is_floating_point or dtype.is_complex:
@@ -160,19 +161,17 @@ def _tensor(shape: Sequence[int], dtype: torch.dtype, rng: torch.Generator) -> T
     return torch.randint(0 if dtype is torch.uint8 else -9, 10, tuple(shape), generator=rng).to(dtype)
 
 
-def _shapes(
-    text: str, count: int, rng: random.Random, least: int, empty: bool
-) -> list[tuple[int, ...]] | None:
-    """The shape of each tensor argument, as the letters of a row say, or else all alike but for broadcasting."""
-    lead = _some(rng, max(rng.choice((1, 2, 2, 3, 0)), least), empty)
+def _shapes(text: str, count: int, rng: random.Random, least: int, empty: bool) -> list[tuple[int, ...]]:
+    """The shape of each tensor argument by the letters of a row, or without letters shapes that broadcast."""
+    lead = _shape(rng, max(rng.choice((1, 2, 2, 3, 0)), least), empty)
     words = _words(text)
     if len(words) != count:
         return [lead] + [_broadcast(lead, rng) for _ in range(count - 1)]
     sizes: dict[str, int] = {}
     out: list[tuple[int, ...]] = []
-    for one in words:
+    for letters in words:
         shape: list[int] = []
-        for word in one:
+        for word in letters:
             if word in ("…", "*"):
                 shape += lead
             else:
@@ -182,7 +181,7 @@ def _shapes(
     return out
 
 
-def _some(rng: random.Random, ndim: int, empty: bool) -> tuple[int, ...]:
+def _shape(rng: random.Random, ndim: int, empty: bool) -> tuple[int, ...]:
     shape = [rng.choice(_SIZES) for _ in range(ndim)]
     if empty and shape:
         shape[rng.randrange(ndim)] = 0
@@ -192,5 +191,5 @@ def _some(rng: random.Random, ndim: int, empty: bool) -> tuple[int, ...]:
 def _broadcast(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     if rng.random() < 0.4:
         return shape
-    gone = rng.randint(0, len(shape))
-    return tuple(1 if rng.random() < 0.3 else n for n in shape[gone:])
+    first = rng.randint(0, len(shape))
+    return tuple(1 if rng.random() < 0.3 else n for n in shape[first:])

@@ -1,0 +1,63 @@
+"""The keyword arguments that all factories share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar, cast, get_type_hints
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.layout import Placement
+
+__all__ = ["TensorOptions", "factory"]
+
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
+
+
+class TensorOptions(TypedDict, total=False):
+    """The keyword arguments of every factory.
+
+    Attributes:
+        dtype: the dtype; by default that of the torch function of the same name.
+        layout: the memory layout of the blocks, which can only be `torch.strided`.
+        requires_grad: whether the new tensor, which is a leaf, requires a gradient.
+        device_mesh: the mesh; by default the one of the `with mesh:` around the call.
+        placements: one `Replicate()` or `Shard(dim)` per mesh axis; by default all `Replicate()`.
+    """
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: DeviceMesh | None
+    placements: Sequence[Placement] | None
+
+
+_DEFAULTS: dict[str, Any] = {
+    "dtype": None, "layout": torch.strided, "requires_grad": False, "device_mesh": None, "placements": None,
+}  # fmt: skip
+
+
+def factory(func: _Factory) -> _Factory:
+    """Replace the `**options` of a factory by the keyword arguments of `TensorOptions`, with their defaults.
+
+    They appear in its signature, and an unknown one is a TypeError as for any function.
+    """
+    kinds, signature = get_type_hints(TensorOptions), inspect.signature(func)
+    *own, _ = signature.parameters.values()
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in _DEFAULTS.items()
+    ]
+    signature = signature.replace(parameters=[*own, *shared])
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - signature.parameters.keys():
+            raise TypeError(f"{func.__name__}() got an unexpected keyword argument {name!r}")
+        return func(*args, **_DEFAULTS | kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return cast("_Factory", checked)
