@@ -8,7 +8,8 @@ from tests.plan.test_exchange import halos
 from tests.values import take
 
 import shardwise as sw
-from shardwise.comm import PerRank, counting, is_simulated, members_of, on_mesh, run
+from shardwise.comm import PerRank, counting, is_simulated, members_of, on_mesh
+from shardwise.comm.run import run
 from shardwise.layout import Axes, Factor, Layout, owned
 from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import chunked, place_of

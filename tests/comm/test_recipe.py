@@ -12,9 +12,10 @@ from tests.values import parts, same_bits, take, value, wide
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwise as sw
-from shardwise.comm import PerRank, counting, members_of, run
+from shardwise.comm import PerRank, counting, members_of
 from shardwise.comm.mesh import peers_of
 from shardwise.comm.recipe import recipe_for
+from shardwise.comm.run import run
 from shardwise.comm.tile_grid import tile_grid
 from shardwise.layout import Axes, Factor, Layout, block_shape, owned, parse_layout, refine
 from shardwise.plan import AllGather, plan_redistribute

@@ -198,7 +198,7 @@ def test_a_plain_tensor_is_refused_however_it_is_held(mesh):
         lambda: torch.ones(4, 8).t(),
         lambda: held[:],
     ):
-        with pytest.raises(sw.PlainTensorError, match="got mixed torch.Tensor and DTensor"):
+        with pytest.raises(sw.PlainTensorError, match="got mixed torch"):
             x + make()
         with pytest.raises(sw.PlainTensorError):
             make() @ x.t()

@@ -18,7 +18,6 @@ from shardwise.comm.mesh import (
     siblings_of,
 )
 from shardwise.comm.per_rank import PerRank, map_ranks, spread
-from shardwise.comm.run import run, start
 from shardwise.comm.scatter import block_of, scatter
 from shardwise.comm.simulate import at_simulation_end, is_simulated, on_mesh, per_rank, simulate
 from shardwise.comm.sparse_parts import (
@@ -62,12 +61,10 @@ __all__ = [
     "peers_of",
     "per_rank",
     "places_in",
-    "run",
     "scatter",
     "scatter_sparse",
     "siblings_of",
     "simulate",
     "sparse_of",
     "spread",
-    "start",
 ]

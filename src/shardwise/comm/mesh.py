@@ -103,8 +103,8 @@ def current_mesh(mesh: DeviceMesh | None, what: str) -> DeviceMesh:
 
 
 def has_current_mesh() -> bool:
-    """Whether there is a `with mesh:` around the call."""
-    return bool(_mesh_resources.mesh_stack)
+    """Whether the call is inside a `with mesh:` block."""
+    return innermost_mesh() is not None
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:

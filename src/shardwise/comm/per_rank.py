@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.torch_internals.collectives import collective_name
-from shardwise.torch_internals.wrapper import make_wrapper
+from shardwise.torch_internals.subclass import make_wrapper
 
 __all__ = ["CollectiveHandler", "PerRank", "handle_collectives", "map_ranks", "spread"]
 

@@ -9,10 +9,11 @@ import torch
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
 from shardwise.call.view_writeback import is_shared_with_inference, outside_inference
+from shardwise.comm import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide
-from shardwise.plan.settings import active, current_settings, inherited
+from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["dispatch", "find_route"]
@@ -20,6 +21,7 @@ __all__ = ["dispatch", "find_route"]
 _MAX_ROUTES = 4096  # per op
 _NO_KWARGS: dict[str, Any] = {}
 _in_inference = torch.is_inference_mode_enabled
+at_simulation_end(lambda: forget_decisions(plans=False))  # routes refer to meshes, and these are gone
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

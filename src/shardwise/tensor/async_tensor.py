@@ -25,7 +25,7 @@ class AsyncDTensor(DTensor):
 
     @staticmethod
     def __new__(cls, block: Tensor | Pending, spec: Spec, *, requires_grad: bool = False) -> AsyncDTensor:
-        self: AsyncDTensor = make_wrapper(
+        self = make_wrapper(
             cls,
             spec.shape,
             strides=spec.stride,

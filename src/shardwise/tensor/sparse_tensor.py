@@ -33,9 +33,10 @@ class SparseDTensor(DTensor):
         if not isinstance(local_tensor, PerRank) and local_tensor.requires_grad:
             local_tensor = local_tensor.detach()
         # dispatch_layout: the dispatch key tells COO from compressed layouts, but not which compressed one it is
-        self: SparseDTensor = make_wrapper(
+        self = make_wrapper(
             cls,
             spec.shape,
+            strides=None,
             dtype=spec.dtype,
             device=local_tensor.device,
             layout=local_tensor.layout,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ __all__ = [
     "new_dtensor",
     "version",
 ]
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 
 def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
@@ -71,18 +74,34 @@ def version(x: Tensor) -> int:
     return x._version
 
 
-def make_wrapper(cls: Any, size: Any, **options: Any) -> Any:
-    """A tensor of a subclass that has a size and strides, but no memory.
+def make_wrapper(
+    cls: type[_T],
+    size: Sequence[int],
+    strides: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: torch.layout = torch.strided,
+    dispatch_layout: bool = False,
+    requires_grad: bool = False,
+) -> _T:
+    """A tensor of class `cls` with this metadata and no storage, whose ops go to the class's `__torch_dispatch__`.
 
     Args:
-        cls: the subclass.
-        size: the shape.
-        **options: `strides`, `dtype`, `device`, `layout`, `requires_grad`; with `dispatch_layout` torch asks for the layout
-            by an op.
+        strides: None for sparse layouts, which have none.
+        dispatch_layout: let ops that ask for the layout go to `__torch_dispatch__`, as sparse kinds need it.
 
     >>> class Example(torch.Tensor):
     ...     __torch_dispatch__ = classmethod(lambda cls, func, types, args, kwargs: None)
-    >>> make_wrapper(Example, (2, 3), dtype=torch.int32).shape
+    >>> make_wrapper(Example, (2, 3), (3, 1), torch.int32, torch.device("cpu")).shape
     torch.Size([2, 3])
     """
-    return torch.Tensor._make_wrapper_subclass(cls, size, **options)
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        size,
+        strides=strides,
+        dtype=dtype,
+        device=device,
+        layout=layout,
+        dispatch_layout=dispatch_layout,
+        requires_grad=requires_grad,
+    )

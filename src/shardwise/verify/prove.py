@@ -17,7 +17,6 @@ from shardwise.call.schema import op_info
 from shardwise.comm import axes_of, counting, simulate
 from shardwise.dispatch.router import dispatch
 from shardwise.layout import Layout, LayoutError, dtype_text
-from shardwise.plan.settings import forget_decisions
 from shardwise.rules import Proof, RuleError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import has_derivative
@@ -58,7 +57,6 @@ def prove(op: Any, calls: Sequence[_Sample] | None, examples: int, seed: int) ->
                     layouts[number] += len(shape) == 1
                     pairs += len(shape) > 1
                     gradients += shape == _MESHES[0] and _check_gradient(case)
-            forget_decisions()  # the mesh is gone
     if not any(layouts):
         raise RuleError(
             f"{func} was not run.",

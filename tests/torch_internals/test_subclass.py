@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from shardwise.torch_internals.wrapper import make_wrapper
+from shardwise.torch_internals.subclass import make_wrapper
 
 
 class Wrapper(torch.Tensor):
