@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.alternatives import grouped_convolution
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, block_program, plan_to
 from shardwise.alternatives.halo import Halo, plan_to_positions, plan_to_windows, resize_dims, split_halos
 from shardwise.call.op_call import OpCall
@@ -177,6 +177,6 @@ def _cheapest(*proposals: Propose) -> Propose:
 
 
 ALTERNATIVES: dict[Any, Propose] = {
-    aten.convolution.default: _cheapest(requires_rule(_forward), grouped_convolution.forward),
-    aten.convolution_backward.default: _cheapest(requires_rule(_backward), grouped_convolution.backward),
+    aten.convolution.default: _cheapest(_forward, grouped_convolution.forward),
+    aten.convolution_backward.default: _cheapest(_backward, grouped_convolution.backward),
 }

@@ -16,7 +16,7 @@ from shardwise.layout import Axes, Layout
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 
-__all__ = ["OpCall", "replication_plans"]
+__all__ = ["OpCall"]
 
 
 class OpCall:
@@ -76,14 +76,9 @@ class OpCall:
 
     @cached_property
     def replication_plans(self) -> list[Plan]:
-        """What all-gathers every DTensor of the call."""
-        return replication_plans(self.tensors)
-
-
-def replication_plans(tensors: list[Tensor]) -> list[Plan]:
-    """The plans that replicate each DTensor among some tensors."""
-    return [
-        plan_redistribute(t._spec.layout, Layout.replicated(t.shape, t._spec.layout.axes), t.dtype.itemsize)
-        for t in tensors
-        if isinstance(t, DTensor)
-    ]
+        """The plans that replicate each DTensor of the call."""
+        return [
+            plan_redistribute(here, Layout.replicated(here.shape, here.axes), t.dtype.itemsize)
+            for t, here in zip(self.tensors, self.layouts, strict=True)
+            if isinstance(t, DTensor)
+        ]

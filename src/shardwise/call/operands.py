@@ -17,7 +17,7 @@ from shardwise.tensor.errors import MeshError, mixed_tensors_error
 from shardwise.tensor.implicit import announce
 from shardwise.torch_internals.autograd import in_backward
 
-__all__ = ["check_operands", "compare_plain", "plain_key", "plain_tensors_to_compare"]
+__all__ = ["check_operands", "compare_plain", "has_dtensor", "plain_key", "plain_tensors_to_compare"]
 
 aten = torch.ops.aten
 
@@ -37,6 +37,11 @@ _CREATED_BY_TORCH: dict[Any, str] = {
 
 def _created_by_torch(call: OpCall) -> list[Tensor]:
     return tensors_in([call.named.get(_CREATED_BY_TORCH.get(call.func, ""))])
+
+
+def has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is a DTensor among some arguments."""
+    return any(isinstance(t, DTensor) for t in tensors_in([*args, *kwargs.values()]))
 
 
 def plain_key(t: Tensor) -> Any:

@@ -60,14 +60,11 @@ class OpInfo:
     @cached_property
     def returned(self) -> tuple[int, str] | None:
         """The position and name of the argument that the op writes to and returns; None if it returns a new tensor."""
-        pairs = (
-            (i, a)
-            for r in self.returns
-            if r.writes
-            for i, a in enumerate(self.arguments)
-            if a.alias & r.alias
-        )
-        return next(((i, a.name) for i, a in pairs), None)
+        for r in self.returns:
+            for i, a in enumerate(self.arguments):
+                if r.writes and a.alias & r.alias:
+                    return i, a.name
+        return None
 
     @cached_property
     def functional(self) -> Any | None:

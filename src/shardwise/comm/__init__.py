@@ -1,7 +1,7 @@
 """Communication: running steps over process groups or over all ranks in one process, and counting it."""
 
 from shardwise.comm.async_block import Pending
-from shardwise.comm.broadcast_seed import agreed
+from shardwise.comm.broadcast_seed import broadcast_seed
 from shardwise.comm.codec import bytes_of, check_reducible
 from shardwise.comm.launch import LaunchError, launch
 from shardwise.comm.ledger import Ledger, Sent, counting
@@ -17,7 +17,7 @@ from shardwise.comm.mesh import (
     peers_of,
     siblings_of,
 )
-from shardwise.comm.per_rank import PerRank, map_ranks, spread
+from shardwise.comm.per_rank import PerRank, first_rank, map_ranks, spread
 from shardwise.comm.scatter import block_of, scatter
 from shardwise.comm.simulate import at_simulation_end, is_simulated, on_mesh, per_rank, simulate
 from shardwise.comm.sparse_parts import (
@@ -38,10 +38,10 @@ __all__ = [
     "PerMesh",
     "PerRank",
     "Sent",
-    "agreed",
     "at_simulation_end",
     "axes_of",
     "block_of",
+    "broadcast_seed",
     "bytes_of",
     "check_reducible",
     "coord_of",
@@ -49,6 +49,7 @@ __all__ = [
     "current_mesh",
     "cut_sparse",
     "detached",
+    "first_rank",
     "group_of",
     "has_current_mesh",
     "is_simulated",

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.torch_internals.collectives import collective_name
 from shardwise.torch_internals.subclass import make_wrapper
 
-__all__ = ["CollectiveHandler", "PerRank", "handle_collectives", "map_ranks", "spread"]
+__all__ = ["CollectiveHandler", "PerRank", "first_rank", "handle_collectives", "map_ranks", "spread"]
 
 CollectiveHandler = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 """Runs a collective on the blocks of all ranks, given its name (see `collective_name`) and its arguments."""
@@ -130,6 +130,11 @@ def _check_first(blocks: Mapping[int, Tensor]) -> Tensor:
 def spread(tensor: Tensor, ranks: Sequence[int]) -> PerRank:
     """The same value on each rank, each in its own memory as on real processes."""
     return PerRank({r: tensor if i == 0 else tensor.clone() for i, r in enumerate(ranks)})
+
+
+def first_rank(tensor: Tensor) -> Tensor:
+    """The block of the first simulated rank; a plain tensor as it is."""
+    return next(iter(tensor._blocks.values())) if isinstance(tensor, PerRank) else tensor
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

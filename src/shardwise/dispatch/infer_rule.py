@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
+from shardwise.call.meta import REFUSALS
 from shardwise.call.schema import op_info
 from shardwise.rules import Call, Row, Rule, Slot
 
@@ -18,7 +19,6 @@ __all__ = ["inferred_row"]
 _Cut = tuple[int | None, ...]  # per tensor the dim that is split, or None
 _Joined = tuple[int | str, ...]  # per output the dim along which pieces are concatenated, or "sum"
 _MAX_ELEMENTS = 1 << 12  # of a tensor that is run in its own size
-_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError)
 _MAX_TRIES = 256  # ways to split the other tensors along with one
 
 
@@ -36,7 +36,7 @@ def _rule(op: Any, call: Call) -> Rule | None:
     shapes = _smaller(call.shapes)
     try:
         draws = [_Trial(op, call, shapes, seed) for seed in (1, 2)]
-    except _REFUSALS:  # the op does not accept tensors this small
+    except REFUSALS:  # the op does not accept tensors this small
         return None
     if draws[0].shapes != draws[1].shapes:
         return None  # the shapes of the results depend on values
@@ -103,7 +103,7 @@ class _Trial:
             ]
             try:
                 halves = [self.run([p[side] for p in pieces]) for side in (0, 1)]
-            except _REFUSALS:  # the op does not accept the pieces
+            except REFUSALS:  # the op does not accept the pieces
                 return None
             if any(len(h) != len(self.results) for h in halves):
                 return None

@@ -27,14 +27,19 @@ from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, bl
 from shardwise.tensor.errors import PlainTensorError
 from shardwise.torch_internals.collectives import all_gather, wait
 
-__all__ = ["check_equal", "checked_shape", "digest_bytes", "inferred_shape"]
+__all__ = ["check_equal", "checked_shape", "digest_bytes"]
 
 _MAX_DIMS = 16
 _Row = tuple[int, ...]  # dtype, ndim, shape padded to _MAX_DIMS, digest of the values
 
 
 def checked_shape(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+    *,
+    values: bool = True,
 ) -> tuple[int, ...]:
     """The global shape of the blocks of all ranks, after comparing them; all ranks come to the same result.
 
@@ -43,9 +48,10 @@ def checked_shape(
         mesh: the mesh; each of its ranks takes part in one all-gather.
         placements: one per axis.
         shape: the global shape, or None to infer it from the blocks, uneven ones too.
+        values: whether to compare values along axes that replicate the tensor, not only shapes and dtypes.
     """
     axes = axes_of(mesh)
-    rows = _gather_rows(local, mesh)
+    rows = _gather_rows(local, mesh, values)
     if rows is None:
         return tuple(shape) if shape is not None else tuple(local.shape)
     first = next(iter(rows.values()))
@@ -61,18 +67,6 @@ def checked_shape(
     full = tuple(shape) if shape is not None else _full_shape(shapes, axes, placements)
     _check_shapes(shapes, Layout.of(full, axes, placements))
     _check_values({c: row[2 + _MAX_DIMS :] for c, row in rows.items()}, axes, placements)
-    return full
-
-
-def inferred_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The global shape of the blocks of all ranks, uneven ones too; their values are not compared."""
-    rows = _gather_rows(local, mesh, values=False)
-    if rows is None:
-        return tuple(local.shape)
-    axes = axes_of(mesh)
-    shapes = {c: row[2 : 2 + row[1]] for c, row in rows.items()}
-    full = _full_shape(shapes, axes, placements)
-    _check_shapes(shapes, Layout.of(full, axes, placements))
     return full
 
 

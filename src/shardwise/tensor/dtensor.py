@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of
+from shardwise.comm import PerRank, axes_of, map_ranks
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
@@ -207,12 +207,12 @@ class DTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
         return ["_local_tensor"], (self._spec, self.requires_grad)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec, requires_grad = context
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        return cls(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The gradient in the layout that compiled code assumes before it has seen one: without pending reductions."""
@@ -240,12 +240,7 @@ class DTensor(torch.Tensor):
                 "  why: A copy has no place in the autograd graph that computed this tensor.\n"
                 "  fix: copy.deepcopy(x.detach())"
             )
-        local = self._local_tensor.detach()
-        local = (
-            PerRank({r: t.clone() for r, t in local._blocks.items()})
-            if isinstance(local, PerRank)
-            else local.clone()
-        )
+        local = map_ranks(torch.clone, self._local_tensor.detach())
         copy = type(self)(local, self._spec, requires_grad=self.requires_grad)
         copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy

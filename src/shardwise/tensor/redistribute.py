@@ -140,12 +140,8 @@ class Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any, x: DTensor, target: Layout, async_op: bool, forward: torch.dtype, backward: torch.dtype
     ) -> DTensor:
-        ctx.source, ctx.dtype, ctx.dtypes, ctx.async_op = (
-            x._spec.layout,
-            x.dtype,
-            (forward, backward),
-            async_op,
-        )
+        ctx.source, ctx.dtype, ctx.dtypes = x._spec.layout, x.dtype, (forward, backward)
+        ctx.async_op = async_op
         return _redistributed(x, target, async_op, forward)
 
     @staticmethod

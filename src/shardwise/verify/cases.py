@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.call.arguments import map_tensors, tensors_in
+from shardwise.call.arguments import tensors_in, with_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Match, match_rule
 from shardwise.call.schema import op_info
@@ -25,7 +25,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.verify.compare import describe
 from shardwise.verify.layouts import distribute
 
-__all__ = ["Case", "PlainCall", "cases", "row_text", "with_tensors"]
+__all__ = ["Case", "PlainCall", "cases", "row_text"]
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,6 @@ def row_text(func: Any) -> str:
         why="There is nothing to verify: it runs on gathered tensors.",
         fix="register_sharding(op, 'm n -> m n')",
     )
-
-
-def with_tensors(tree: Any, tensors: Iterator[Any]) -> Any:
-    """The tree with each tensor replaced by the next of `tensors`."""
-    return map_tensors(lambda t: next(tensors), tree)
 
 
 class PlainCall(OpCall):
