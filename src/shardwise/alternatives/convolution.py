@@ -135,9 +135,8 @@ def _backward(call: OpCall, resolution: Resolution) -> Alternative | None:
             specs[i] = spec.with_layout(layout if i == 0 else replicated.with_partial(partial))
 
     def compute(coord: Coord, grad: Tensor, with_halo: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
-        of_input, of_weight = (
-            _gradients(conv, coord, with_halo, x, w, mask) if mask[0] or mask[1] else (None, None)
-        )
+        skip = not (mask[0] or mask[1])
+        of_input, of_weight = (None, None) if skip else _gradients(conv, coord, with_halo, x, w, mask)
         of_bias = grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None
         return [g for g in (of_input, of_weight, of_bias) if g is not None]
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shardwise.api.options import TensorOptions, factory
-from shardwise.comm import current_mesh, has_current_mesh
+from shardwise.comm import current_mesh
+from shardwise.comm.mesh import has_current_mesh
 from shardwise.layout import LayoutError
 from shardwise.random import BlockIndices, integers, normal, permutation, uniform
 from shardwise.tensor.construct import from_function, layout_for, size_of

@@ -26,11 +26,8 @@ __all__ = ["drawing_alike", "draws_random", "gather", "run_on_full", "wrap_repli
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
-_UNTAGGED = (
-    "aten::binomial",
-    "aten::_standard_gamma",
-    "aten::_sample_dirichlet",
-)  # random, without torch's tag
+# random ops without torch's tag
+_UNTAGGED = ("aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet")
 
 
 def run_on_full(

@@ -269,21 +269,18 @@ def _blocks_of(value: Any) -> list[Any]:
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """Run backward on all ranks at once, so that collectives in the graph see all of them."""
-    roots = _as_list(tensors)
-    seeds = _as_list(grad_tensors) or [None] * len(roots)
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = [b for x in _as_list(kwargs["inputs"]) for b in _blocks_of(x)]
-    torch.autograd.backward(
-        [b for root in roots for b in _blocks_of(root)],
-        [g for root, seed in zip(roots, seeds, strict=True) for g in _seeds(root, seed)],
-        *args,
-        **kwargs,
-    )
+    torch.autograd.backward(*_roots_and_seeds(tensors, grad_tensors), *args, **kwargs)
 
 
-def _seeds(root: Any, seed: Any) -> list[Any]:
-    n = len(_blocks_of(root))
-    return list(seed.ranks) if isinstance(seed, PerRank) else [seed] * n
+def _roots_and_seeds(tensors: Any, grads: Any) -> tuple[list[Any], list[Any]]:
+    """The blocks of all ranks, and the gradient of each."""
+    roots = _as_list(tensors)
+    seeds = _as_list(grads) or [None] * len(roots)
+    pairs = [(_blocks_of(root), seed) for root, seed in zip(roots, seeds, strict=True)]
+    every = [list(seed.ranks) if isinstance(seed, PerRank) else [seed] * len(bs) for bs, seed in pairs]
+    return [b for blocks, _ in pairs for b in blocks], [g for some in every for g in some]
 
 
 def _tensor_backward(
@@ -293,22 +290,11 @@ def _tensor_backward(
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-    roots, leaves = _as_list(outputs), _as_list(inputs)
-    seeds = _as_list(grad_outputs) or [None] * len(roots)
-    flat = torch.autograd.grad(
-        [b for root in roots for b in _blocks_of(root)],
-        [b for leaf in leaves for b in _blocks_of(leaf)],
-        [g for root, seed in zip(roots, seeds, strict=True) for g in _seeds(root, seed)],
-        **kwargs,
-    )
-    out: list[Any] = []
-    at = 0
-    for leaf in leaves:
-        n = len(_blocks_of(leaf))
-        part = flat[at : at + n]
-        at += n
-        out.append(_grads_of(leaf, part) if isinstance(leaf, PerRank) else part[0])
-    return tuple(out)
+    leaves = _as_list(inputs)
+    roots, seeds = _roots_and_seeds(outputs, grad_outputs)
+    rest = iter(torch.autograd.grad(roots, [b for x in leaves for b in _blocks_of(x)], seeds, **kwargs))
+    every = [(leaf, [next(rest) for _ in _blocks_of(leaf)]) for leaf in leaves]
+    return tuple(_grads_of(leaf, g) if isinstance(leaf, PerRank) else g[0] for leaf, g in every)
 
 
 def _grads_of(leaf: PerRank, grads: Sequence[Any]) -> PerRank | None:

@@ -107,9 +107,7 @@ _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_rel
 def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
     """The patches of these functions."""
     attention = aten.scaled_dot_product_attention.default
-    masks = (
-        "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block"
-    )
+    masks = "torch creates causal masks as plain tensors, and kernels draw dropout by position in the block"
     states = "torch's modules create initial states as plain tensors"
     return [
         *(

@@ -44,9 +44,9 @@ def _prod(
 
 
 def _call(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    return (
-        aten.prod.default(x, dtype=dtype) if dim is None else aten.prod.dim_int(x, dim, keepdim, dtype=dtype)
-    )
+    if dim is None:
+        return aten.prod.default(x, dtype=dtype)
+    return aten.prod.dim_int(x, dim, keepdim, dtype=dtype)
 
 
 def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
-from shardwise.comm import cut_sparse, map_ranks, on_mesh, parts_of, places_in, sparse_of
+from shardwise.comm import cut_sparse, map_ranks, on_mesh, parts_of
+from shardwise.comm.sparse_parts import places_in, sparse_of
 from shardwise.layout import Factor, Layout, Spec, contiguous_stride
 from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor

@@ -19,10 +19,8 @@ from shardwise.random.philox import CHUNK, Draw, Workspace, counters, philox
 __all__ = ["Recipe", "at", "distribution", "fill", "parts"]
 
 _HALF = np.uint64(32)
-_LOW_PRECISION = (
-    torch.bfloat16,
-    torch.float16,
-)  # computed as float32, so that all paths round once and alike
+# computed as float32, so that all paths round once and alike
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Recipe(NamedTuple):

@@ -10,19 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import (
-    Coord,
-    PerRank,
-    Sent,
-    axes_of,
-    bytes_of,
-    coord_of,
-    group_of,
-    is_sparse,
-    members_of,
-    parts_of,
-)
+from shardwise.comm import Coord, PerRank, Sent, axes_of, coord_of, is_sparse, members_of, parts_of
+from shardwise.comm.codec import bytes_of
 from shardwise.comm.ledger import is_counting, record
+from shardwise.comm.mesh import group_of
 from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, block_shape
 from shardwise.tensor.errors import PlainTensorError
 from shardwise.torch_internals.collectives import all_gather, wait

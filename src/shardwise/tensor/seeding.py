@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerMesh, axes_of, broadcast_seed, coord_of, is_simulated, siblings_of
+from shardwise.comm import PerMesh, axes_of, coord_of, is_simulated, siblings_of
+from shardwise.comm.broadcast_seed import broadcast_seed
 from shardwise.random.philox import Draw
 from shardwise.random.stream import WORLD, own_stream, restore, snapshot, start_stream, stream_of
 from shardwise.tensor.implicit import announce

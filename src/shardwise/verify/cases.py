@@ -72,9 +72,7 @@ class Case:
         if any(layout.partial for layout in self.choice.inputs):
             fix = "The op is not linear (or monotone) in these arguments: remove them from linear= (or monotone=)."
         else:
-            fix = (
-                "A letter that is split here must not be: write ! before it, or give its reduction with by=."
-            )
+            fix = "A letter that is split here must not be: write ! before it, or pass its reduction as by=."
         return _contradiction(self.func, "\n       ".join([*lines, *more]), fix)
 
 
