@@ -20,7 +20,7 @@ __all__ = ["OpCall"]
 
 
 class OpCall:
-    """An op and its arguments. What is derived from them is computed once, when it is first asked for."""
+    """An op and its arguments. Derived attributes are computed at first use."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs

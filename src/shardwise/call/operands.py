@@ -1,4 +1,4 @@
-"""Checking the operands of a call: one mesh, and no plain tensor that nothing explains."""
+"""Checking the operands of a call: all on one mesh, and plain tensors only where they count as replicated."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plain_key(t: Tensor) -> Any:
 
 
 def check_operands(call: OpCall) -> None:
-    """Raise if the operands of a call are on several meshes, or a plain one is not explained."""
+    """Raise if the operands of a call are on several meshes, or a plain one does not count as replicated."""
     for t in call.tensors:
         if isinstance(t, DTensor):
             if t.device_mesh != call.mesh:
@@ -66,7 +66,7 @@ def check_operands(call: OpCall) -> None:
 
 
 def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
-    """Tensors with one element do, what autograd creates in a backward pass, and what the policy says."""
+    """Whether a plain tensor counts as replicated: by its size, because torch or autograd created it, or by the policy."""
     return (
         t.numel() == 1
         or in_backward()

@@ -32,7 +32,7 @@ _MAX_DEPTH = 8  # programs within programs
 
 
 class _NeedsValuesError(RuntimeError):
-    """A program asked for what a tensor without data cannot tell."""
+    """A program needs the values of a tensor without data."""
 
 
 class _Recording:

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse or compare plain operands, as the policy says."""
+    """Refuse or compare plain operands, according to the policy."""
     tensors = tensors_in([*args, *kwargs.values()])
     first = next(t for t in tensors if isinstance(t, DTensor))
     plain = [t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1]

@@ -108,4 +108,4 @@ _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     **{getattr(aten.randperm, o): _randperm for o in ("default", "generator")},
     aten.normal.float_float: _normal,
 }
-"""Ops that create a tensor from numbers only, and so know of no mesh."""
+"""Ops that create a tensor from numbers only, and so have no mesh."""

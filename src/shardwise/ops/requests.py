@@ -1,4 +1,4 @@
-"""Ops by which a program asks for values: `item()`, `bool()`, `equal`. They communicate because they are asked to."""
+"""Ops that return values to the program: `item()`, `bool()`, `equal`. It requests them, so the policy does not apply."""
 
 from __future__ import annotations
 

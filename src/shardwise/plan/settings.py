@@ -73,7 +73,7 @@ class Settings:
 _default = _decisions_for(DEFAULT_COSTS, False)
 _DEFAULT = Settings("allow", "error", _default, _default.routes)
 active: ContextVar[Settings | None] = ContextVar("shardwise_settings", default=None)
-active.set(_DEFAULT)  # for this thread; in others `inherited` is asked
+active.set(_DEFAULT)  # for this thread; others use `inherited`
 _publish: Callable[[Settings], None] = lambda settings: None  # noqa: E731
 _inherit: Callable[[], Settings | None] = lambda: None  # noqa: E731
 
@@ -81,7 +81,7 @@ _inherit: Callable[[], Settings | None] = lambda: None  # noqa: E731
 def share_with_other_threads(
     publish: Callable[[Settings], None], inherit: Callable[[], Settings | None]
 ) -> None:
-    """Install how threads that autograd starts learn the settings of the thread that called `backward`."""
+    """Set how threads that autograd starts get the settings of the thread that called `backward`."""
     global _publish, _inherit
     _publish, _inherit = publish, inherit
 

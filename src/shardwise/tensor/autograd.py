@@ -15,7 +15,7 @@ from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, globa
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.redistribute import Redistribute, densified, grad_layout
+from shardwise.tensor.redistribute import Redistribute, densify, grad_layout
 from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["FromLocal", "ToLocal", "join_blocks"]
@@ -112,7 +112,7 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_layout if ctx.grads_layout is not None else grad_layout(layout)
-        moved = Redistribute.apply(densified(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
+        moved = Redistribute.apply(densify(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank has its own share of a maximum or minimum, so gradients in a second backward pass add up
         shared = ctx.grads_layout is None and any(op in ("max", "min") for _, op in layout.partial)
         back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if shared else None

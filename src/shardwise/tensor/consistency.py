@@ -1,4 +1,4 @@
-"""Comparing what all ranks hold, before it is taken to be blocks of one tensor or the same everywhere."""
+"""Comparing the local tensors of all ranks, before they count as blocks of one tensor or as replicated."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def check_equal(plain: Tensor, mesh: DeviceMesh, what: str) -> None:
     if differing:
         raise PlainTensorError(
             f"{what} got a plain tensor of shape {tuple(plain.shape)} that differs between ranks: at "
-            f"{', '.join(_at(axes, c) for c in differing[:4])} it is not what it is at {_at(axes, first)}.",
+            f"{', '.join(_at(axes, c) for c in differing[:4])} it is not equal to that at {_at(axes, first)}.",
             why="A plain tensor beside a DTensor counts as replicated, so every rank must hold the same values.",
-            fix="Say how it is laid out: DTensor.from_local(t, mesh, placements), or make it equal on all ranks.",
+            fix="State its layout: DTensor.from_local(t, mesh, placements), or make it equal on all ranks.",
         )
 
 

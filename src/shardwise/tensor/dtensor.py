@@ -43,7 +43,7 @@ def _is_simple(index: Any) -> bool:
 
 
 class DTensor(torch.Tensor):
-    """A tensor whose blocks are distributed over a mesh of devices, as its layout says.
+    """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw
     >>> with sw.simulate(4):
@@ -98,7 +98,7 @@ class DTensor(torch.Tensor):
         if not isinstance(new, DTensor):
             raise TypeError(
                 f"The data of a DTensor was set to a {type(new).__name__}.\n"
-                "  why: A plain tensor does not say how it is laid out on the mesh.\n"
+                "  why: The layout of a plain tensor on the mesh is unknown.\n"
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
