@@ -68,7 +68,7 @@ def test_an_op_that_communicates_is_refused_and_any_other_runs(name, caplog):
                 _run.made()
             else:
                 with pytest.raises(
-                    sw.CommunicationError, match=r"(?s)would communicate .* B unasked.*why: .*fix: "
+                    sw.CommunicationError, match=r"(?s)would communicate .* B implicitly.*why: .*fix: "
                 ):
                     _run.made()
                 assert refused.collectives == 0

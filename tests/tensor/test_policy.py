@@ -109,7 +109,7 @@ INSIDE_ALLOW = ("a read of a view whose base was written to", "the gradient of p
 @pytest.mark.parametrize("name", [n for n, program in COMMUNICATES.items() if program])
 def test_communication_nobody_asked_for_is_warned_of(mesh, name):
     sw.manual_seed(0)
-    with sw.policy(implicit="warn"), pytest.warns(UserWarning, match=r"would communicate .* unasked"):
+    with sw.policy(implicit="warn"), pytest.warns(UserWarning, match=r"would communicate .* implicitly"):
         COMMUNICATES[name](mesh)
 
 
@@ -295,5 +295,5 @@ def first_draw():
     return "shardwise.manual_seed" in refused
 
 
-def test_agreement_on_a_seed_is_communication_unasked(workers):
+def test_agreement_on_a_seed_is_implicit_communication(workers):
     assert all(workers.run(first_draw))
