@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise.random import Cells, Draw, exponential, integers, normal, permutation
+from shardwise.random import BlockIndices, Draw, exponential, integers, normal, permutation
 
 __all__ = ["Case", "cases", "measure"]
 
@@ -54,7 +54,7 @@ def cases() -> list[Case]:
         "small columns of 64x257": block(64, 257, at=sw.Shard(1)),
     }
     out = [case for name, x in blocks.items() for case in _of_block(name, x)]
-    million, memory = Cells((2**20,)), torch.empty(2**20)
+    million, memory = BlockIndices((2**20,)), torch.empty(2**20)
     whole = torch.empty(2**20, dtype=torch.int64)
     wide, half = torch.empty(2**20, dtype=torch.float64), torch.empty(2**20, dtype=torch.bfloat16)
     out += [

@@ -15,16 +15,8 @@ from tests.values import EVERY, REDUCED, same_bits, some_layout, take, tensor, v
 
 import shardwise as sw
 from shardwise import DTensor, Partial, PerRank, Replicate, Shard, plan_redistribute, simulate
-from shardwise.comm import (
-    axes_of,
-    coord_of,
-    counting,
-    group_of,
-    is_simulated,
-    members_of,
-    peers_of,
-    siblings_of,
-)
+from shardwise.comm import axes_of, coord_of, counting, is_simulated, members_of, siblings_of
+from shardwise.comm.mesh import group_of, peers_of
 from shardwise.layout import Axes, Layout, block_offset, owned
 from shardwise.tensor.async_tensor import AsyncDTensor
 

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.call.fallback import draws_random
+
+aten = torch.ops.aten
 
 
 class Accumulates(torch.autograd.Function):
@@ -104,3 +107,18 @@ def test_an_average_of_integers_is_not_the_sum_of_the_averages_of_parts():
         x = sw.DTensor.from_local(parts, mesh, [sw.Partial()])
         got = torch.nn.functional.avg_pool2d(x, 2).full_tensor().ranks[0]
         assert torch.equal(got, torch.nn.functional.avg_pool2d(t, 2))
+
+
+@pytest.mark.parametrize(
+    ("op", "dropout", "expected"),
+    [
+        (aten.normal_.default, None, True),
+        (aten.binomial.default, None, True),  # not tagged
+        (aten._standard_gamma.default, None, True),
+        (aten.add.Tensor, None, False),
+        (aten._scaled_dot_product_attention_math.default, 0.1, True),
+        (aten._scaled_dot_product_attention_math.default, 0.0, False),
+    ],
+)
+def test_which_calls_draw(op: torch._ops.OpOverload, dropout: float | None, expected: bool) -> None:
+    assert draws_random(op, (), {} if dropout is None else {"dropout_p": dropout}) == expected

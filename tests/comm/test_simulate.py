@@ -33,8 +33,9 @@ from shardwise import (
     plan_redistribute,
     simulate,
 )
-from shardwise.comm import at_simulation_end, axes_of, counting, is_simulated, members_of
+from shardwise.comm import axes_of, counting, is_simulated, members_of
 from shardwise.comm.run import run
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout
 from shardwise.torch_internals.mesh import innermost_mesh
 

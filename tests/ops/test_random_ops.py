@@ -283,6 +283,25 @@ def test_value_checks_raise_alike_everywhere_and_are_communication_that_can_be_r
             draw(sw.distribute_tensor(values, mesh, [Shard(0)]))
 
 
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (torch.poisson, "invalid Poisson rate"),
+        (torch._standard_gamma, "positive and finite concentrations"),
+        (lambda x: torch.binomial(x, torch.zeros_like(x)), "non-negative integer counts"),
+    ],
+)
+def test_infinite_parameters_are_found_before_any_rank_draws(draw, message):
+    values = torch.tensor([1.0, 2.0, 3.0, float("inf")])
+    with sw.one_device(), pytest.raises(RuntimeError, match=message):
+        draw(values)
+    with sw.simulate(2), counting() as ledger:
+        x = sw.distribute_tensor(values, mesh_of((2,)), [Shard(0)], src_data_rank=None)
+        with pytest.raises(RuntimeError, match=message):
+            draw(x)
+        assert [sent.step for sent in ledger.entries] == ["all-reduce"]  # all ranks learn of it
+
+
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_recurrent_modules_begin_with_zeros(kind):
     module = kind(7, 3, num_layers=2, dropout=0.5)

@@ -11,7 +11,7 @@ from tests.plan.torch_comparison import ITEMSIZE, compare, placements
 from tests.plan.torch_reference import EVEN, load_reference
 from tests.strategies import axes, coords, layouts, many, shapes
 
-from shardwise.comm import peers_of
+from shardwise.comm.mesh import peers_of
 from shardwise.layout import (
     Axes,
     Factor,

@@ -213,7 +213,7 @@ def test_torchs_errors(mesh, p):
         (x > 0).normal_()
 
 
-def test_a_generator_of_ones_own_is_heeded_and_moves(mesh):
+def test_a_generator_of_ones_own_is_torch_seed_and_moves(mesh):
     x = drawn(mesh)
     before = sw.get_rng_state()
     own = torch.Generator().manual_seed(3)
@@ -346,7 +346,7 @@ def test_torch_may_be_seeded_before_we_are_imported():
     code = (
         "import torch; torch.manual_seed(5); import shardwise\n"
         "from shardwise.random.stream import stream_of\n"
-        "print(stream_of().seed, stream_of().by_torch)"
+        "print(stream_of().seed, stream_of().from_torch)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["5", "True"]
@@ -366,7 +366,7 @@ def test_another_import_wraps_nothing_again():
 def test_torch_may_be_seeded_inside_a_fork():
     for seed in (torch.manual_seed, torch.default_generator.manual_seed, sw.manual_seed):
         with torch.random.fork_rng():
-            torch.default_generator.manual_seed(21)  # heeded when something is next drawn
+            torch.default_generator.manual_seed(21)  # torch_seed when something is next drawn
             with sw.fork_rng():
                 seed(22)
                 sw.rand(1)

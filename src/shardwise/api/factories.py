@@ -124,9 +124,8 @@ def logspace(
     """
     low, high = _number(start), _number(end)
     dtype = torch.logspace(low, high, steps, base, dtype=options["dtype"], device="meta").dtype
-    probe = torch.logspace(
-        low, high, min(steps, 2), base, dtype=dtype, device="cpu"
-    )  # raises as for linspace
+    # raises as for linspace
+    probe = torch.logspace(low, high, min(steps, 2), base, dtype=dtype, device="cpu")
     kind = dtype if dtype.is_complex else torch.float64
     interpolate = _interpolation(low, high, steps, dtype, kind, fused=False)
 

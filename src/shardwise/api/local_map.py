@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate
-from shardwise.tensor.consistency import inferred_shape
+from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.pytree import flatten
 
@@ -182,5 +182,5 @@ def _output(result: Any, mesh: DeviceMesh, placements: Placed, uneven: bool) -> 
             fix="return x.to_local()",
         )
     split = placements is not None and any(p.is_shard() for p in placements)
-    shape = inferred_shape(result, mesh, placements or ()) if uneven and split else None
+    shape = checked_shape(result, mesh, placements or (), values=False) if uneven and split else None
     return DTensor.from_local(result, mesh, placements, shape=shape)

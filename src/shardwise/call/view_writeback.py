@@ -49,6 +49,7 @@ class MovedView(DTensor):
     _origin: _Origin
     _seen: tuple[float, ...]
     __slots__ = ("_origin", "_seen")
+    __tensor_unflatten__ = DTensor.__tensor_unflatten__  # without an origin it is not a view
 
     @property
     def _local_tensor(self) -> Tensor:
@@ -129,12 +130,10 @@ def _view_of(origin: _Origin, result: Any) -> MovedView:
 
 def _versions(base: DTensor) -> tuple[float, ...]:
     """What changes when a base, or anything it is itself a view of, is written to; the same on every rank."""
-    here = (
-        float("nan") if base.is_inference() else version(base)
-    )  # without a version counter: always out of date
-    through = base.__dict__.get(
-        "_written_through", 0
-    )  # also by views with another version counter, as x[0].data
+    # without a version counter it is always out of date
+    here = float("nan") if base.is_inference() else version(base)
+    # writes by views with another version counter, such as x[0].data
+    through = base.__dict__.get("_written_through", 0)
     return (here, through, *(_versions(base._origin[0]) if isinstance(base, MovedView) else ()))
 
 

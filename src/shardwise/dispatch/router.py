@@ -9,7 +9,7 @@ import torch
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
 from shardwise.call.view_writeback import is_shared_with_inference, outside_inference
-from shardwise.comm import at_simulation_end
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of
+from shardwise.comm import PerRank, axes_of, map_ranks
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
@@ -43,7 +43,7 @@ def _is_simple(index: Any) -> bool:
 
 
 class DTensor(torch.Tensor):
-    """A tensor whose blocks are distributed over a mesh of devices, as its layout says.
+    """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw
     >>> with sw.simulate(4):
@@ -98,7 +98,7 @@ class DTensor(torch.Tensor):
         if not isinstance(new, DTensor):
             raise TypeError(
                 f"The data of a DTensor was set to a {type(new).__name__}.\n"
-                "  why: A plain tensor does not say how it is laid out on the mesh.\n"
+                "  why: The layout of a plain tensor on the mesh is unknown.\n"
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
@@ -207,12 +207,12 @@ class DTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
         return ["_local_tensor"], (self._spec, self.requires_grad)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec, requires_grad = context
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        return cls(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The gradient in the layout that compiled code assumes before it has seen one: without pending reductions."""
@@ -240,12 +240,7 @@ class DTensor(torch.Tensor):
                 "  why: A copy has no place in the autograd graph that computed this tensor.\n"
                 "  fix: copy.deepcopy(x.detach())"
             )
-        local = self._local_tensor.detach()
-        local = (
-            PerRank({r: t.clone() for r, t in local._blocks.items()})
-            if isinstance(local, PerRank)
-            else local.clone()
-        )
+        local = map_ranks(torch.clone, self._local_tensor.detach())
         copy = type(self)(local, self._spec, requires_grad=self.requires_grad)
         copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy
