@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import axes, coords, layouts, shapes
-from tests.values import blocks_of, parts, take, tensor, value, whole_of, wide
+from tests.values import blocks_of, dense_tensor, parts, take, tensor, value, wide
 
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Partial, PerRank, Replicate, Shard, plan_redistribute, simulate
@@ -39,19 +39,19 @@ def line():
 
 
 def weights(shape=SHAPE, seed=11):
-    return whole_of(shape, torch.float64, seed) + 0.5
+    return dense_tensor(shape, torch.float64, seed) + 0.5
 
 
 def made(mesh, placements, shape=SHAPE, seed=5):
     """A leaf that lies so, and its dense twin, a leaf too."""
-    whole = whole_of(shape, torch.float64, seed)
+    whole = dense_tensor(shape, torch.float64, seed)
     x = tensor(whole, Layout.of(shape, axes_of(mesh), placements), mesh, seed)
     return x.requires_grad_(), whole.clone().requires_grad_()
 
 
 def leaf_blocks(mesh, layout, seed=5):
     """Blocks that require grad, one for each rank, that stand for a known value, and that value."""
-    whole = whole_of(layout.shape, torch.float64, seed)
+    whole = dense_tensor(layout.shape, torch.float64, seed)
     blocks = parts(whole, layout, seed)
     at = members_of(mesh)
     local = sw.per_rank(lambda rank: blocks[at[rank]].requires_grad_() if rank in at else whole.new_empty(0))
@@ -101,7 +101,7 @@ def test_redistribute_between_any_layouts(data):
     w = weights(shape)
     with simulate(on.count):
         mesh = sw.DeviceMesh("cpu", torch.arange(on.count).view(on.sizes), mesh_dim_names=on.names)
-        whole = whole_of(shape, torch.float64, 3)
+        whole = dense_tensor(shape, torch.float64, 3)
         x, dense = tensor(whole, source, mesh, 3).requires_grad_(), whole.requires_grad_()
         (x.redistribute(placements=target.placements).full_tensor() * w).sum().backward()
         (dense * w).sum().backward()
@@ -135,8 +135,8 @@ def test_gradients_may_come_in_any_layout(square):
 
 def test_complex_gradients_are_not_conjugated_on_the_way(line):
     for source in (Replicate(), Shard(0), Partial(), Partial("avg")):
-        whole = whole_of(SHAPE, torch.complex128, 6)
-        w = whole_of(SHAPE, torch.complex128, 7)
+        whole = dense_tensor(SHAPE, torch.complex128, 6)
+        w = dense_tensor(SHAPE, torch.complex128, 7)
         layout = Layout.of(SHAPE, axes_of(line), [source])
         x, dense = tensor(whole, layout, line, 6).requires_grad_(), whole.clone().requires_grad_()
         (x.redistribute(placements=[Shard(1)]).full_tensor() ** 2 * w).sum().abs().backward()
@@ -154,7 +154,7 @@ def test_a_whole_used_differently_on_each_rank(line, source):
 
 
 def test_distribute_tensor_makes_a_leaf_with_a_gradient_of_its_own(square):
-    whole = whole_of(SHAPE, torch.float64, 1).requires_grad_()
+    whole = dense_tensor(SHAPE, torch.float64, 1).requires_grad_()
     for placements in SQUARES:
         x = sw.distribute_tensor(whole, square, placements)
         assert x.is_leaf
@@ -433,7 +433,7 @@ def test_r44_double_backward_through_to_local(square):
 
         (grad,) = torch.autograd.grad(sw.per_rank(loss, x.to_local()), x, create_graph=True)
         (grad.full_tensor() ** 2).sum().backward()
-        dense = whole_of(SHAPE, torch.float64, 5).requires_grad_()
+        dense = dense_tensor(SHAPE, torch.float64, 5).requires_grad_()
         (twin,) = torch.autograd.grad(cubed(dense, weights()), dense, create_graph=True)
         (twin**2).sum().backward()
         check_grad(grad.detach(), twin.detach(), square, x.sharding)
@@ -605,7 +605,7 @@ def test_r42_from_local_of_a_part_has_the_gradient_of_the_sum(line):
 @pytest.mark.parametrize("source", [Replicate(), Shard(0), Partial()], ids=str)
 @pytest.mark.parametrize("target", [Replicate(), Shard(0), Shard(1)], ids=str)
 def test_r43_gradients_travel_in_backward_dtype(line, source, target):
-    whole = whole_of(SHAPE, torch.float32, 3)
+    whole = dense_tensor(SHAPE, torch.float32, 3)
     fine = torch.full(SHAPE, 1.0 + 2.0**-12)  # bfloat16 cannot tell this from 1
     for dtype, expected in ((torch.bfloat16, 1.0), (torch.float64, 1.0 + 2.0**-12), (None, 1.0 + 2.0**-12)):
         x = tensor(whole, Layout.of(SHAPE, axes_of(line), [source]), line).requires_grad_()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import layouts, shapes
-from tests.values import blocks_of, tensor, value, whole_of
+from tests.values import blocks_of, dense_tensor, tensor, value
 from torch import nn
 
 import shardwise as sw
@@ -166,7 +166,7 @@ def test_to_local_without_grad_is_the_block_itself(square):
 @some
 @given(layouts(DP_TP), st.booleans())
 def test_a_copy_is_equal_and_apart(layout, wants):
-    dense = whole_of(layout.shape, torch.float64, 3)
+    dense = dense_tensor(layout.shape, torch.float64, 3)
     with simulate(4):
         x = tensor(dense, layout, mesh_of(DP_TP)).detach().requires_grad_(wants)
         y = copy.deepcopy(x)
@@ -213,7 +213,7 @@ def test_what_is_kept_comes_back(kept, layout, dtype):
         dtype = torch.float32
     with simulate(4):
         mesh = mesh_of(DP_TP)
-        x = tensor(whole_of(layout.shape, dtype, 3), layout, mesh)
+        x = tensor(dense_tensor(layout.shape, dtype, 3), layout, mesh)
         y = kept(x)
         assert type(y) is DTensor
         assert (y.sharding, y.dtype, y.shape, y.stride()) == (layout, dtype, x.shape, x.stride())
@@ -471,7 +471,7 @@ def check(x, expected):
 @given(two_layouts)
 def test_sums_of_tensors_in_any_two_layouts(pair):
     a, b = pair
-    u, v = whole_of(a.shape, torch.float64, 1), whole_of(a.shape, torch.float64, 2)
+    u, v = dense_tensor(a.shape, torch.float64, 1), dense_tensor(a.shape, torch.float64, 2)
     with simulate(4):
         mesh = mesh_of(DP_TP)
         x, y = tensor(u, a, mesh), tensor(v, b, mesh)
@@ -485,7 +485,7 @@ def test_sums_of_tensors_in_any_two_layouts(pair):
 @some
 @given(layouts(DP_TP), st.sampled_from([2, -3, 0.5, 0, -1.5]))
 def test_products_and_sums_with_numbers(layout, number):
-    u = whole_of(layout.shape, torch.float64, 1)
+    u = dense_tensor(layout.shape, torch.float64, 1)
     with simulate(4):
         x = tensor(u, layout, mesh_of(DP_TP))
         check(x * number, u * number)
@@ -501,7 +501,7 @@ def test_products_and_sums_with_numbers(layout, number):
 @some
 @given(layouts(DP_TP))
 def test_ops_that_give_the_same_or_fill(layout):
-    u = whole_of(layout.shape, torch.float32, 1)
+    u = dense_tensor(layout.shape, torch.float32, 1)
     with simulate(4):
         x = tensor(u, layout, mesh_of(DP_TP))
         for same in (x.clone(), x.contiguous(), x.detach(), x.to("cpu"), x.to(torch.float32)):
@@ -525,7 +525,7 @@ def test_ops_that_give_the_same_or_fill(layout):
 @given(two_layouts)
 def test_copy_moves_the_value_and_not_the_target(pair):
     a, b = pair
-    u, v = whole_of(a.shape, torch.float64, 1), whole_of(a.shape, torch.float64, 2)
+    u, v = dense_tensor(a.shape, torch.float64, 1), dense_tensor(a.shape, torch.float64, 2)
     with simulate(4):
         mesh = mesh_of(DP_TP)
         x, y = tensor(u, a, mesh), tensor(v, b, mesh)
@@ -548,7 +548,7 @@ def test_copy_between_dtypes_and_of_a_row_into_rows(square):
 @given(two_layouts, st.booleans(), st.data())
 def test_answers_are_those_of_the_whole_tensor(pair, same, data):
     a, b = pair
-    u = whole_of(a.shape, torch.float64, 1)
+    u = dense_tensor(a.shape, torch.float64, 1)
     v = u.clone()
     if not same and v.numel():
         v.view(-1)[data.draw(st.integers(0, v.numel() - 1))] += 1

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import axes, layouts, many, shapes
 from tests.values import (
-    EVERY,
+    DTYPES,
     blocks_of,
+    dense_tensor,
     dtypes_for,
     parts,
+    random_layout,
     same_bits,
-    some_layout,
     take,
     tensor,
     value,
-    whole_of,
     wide,
 )
 
@@ -112,7 +112,7 @@ def test_a_tensor_keeps_its_value(data):
     on, shape = data.draw(axes(max_count=12)), data.draw(shapes())
     source, target = (data.draw(layouts(on, shape)) for _ in range(2))
     dtype = data.draw(st.sampled_from([torch.float32, *dtypes_for(source, target)]))
-    whole = whole_of(shape, dtype, seed=7)
+    whole = dense_tensor(shape, dtype, seed=7)
     with simulate(on.count):
         y = check_move(mesh_of(on), whole, source, target, seed=7)
         if not target.partial:  # then the blocks are known, not only their value
@@ -130,7 +130,7 @@ def test_also_on_a_part_of_the_world_in_any_order(data):
     dtype = data.draw(st.sampled_from(dtypes_for(source, target)))
     with simulate(on.count + 2):
         mesh = mesh_of(on, ranks)
-        y = check_move(mesh, whole_of(shape, dtype, seed=3), source, target, seed=3)
+        y = check_move(mesh, dense_tensor(shape, dtype, seed=3), source, target, seed=3)
         assert set(y.to_local()._blocks) == set(ranks)
 
 
@@ -143,7 +143,7 @@ def test_also_on_sub_meshes(data):
         inner = sw.comm.axes_of(mesh)
         source, target = (data.draw(layouts(inner, shape)) for _ in range(2))
         dtype = data.draw(st.sampled_from(dtypes_for(source, target)))
-        whole = whole_of(shape, dtype, seed=5)
+        whole = dense_tensor(shape, dtype, seed=5)
         x = tensor(whole, source, mesh, seed=5)
         with counting() as ledger:
             y = x.redistribute(placements=target.placements)
@@ -162,14 +162,14 @@ def bits_of(dtype, shape, seed):
     return raw.view(dtype)
 
 
-@pytest.mark.parametrize("dtype", EVERY, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_moves_keep_every_bit(dtype):
     on, shape = sw.layout.Axes((2, 3), ("dp", "tp")), (5, 7)
     whole, rng = bits_of(dtype, shape, seed=1), random.Random(1)
     with simulate(6):
         mesh = mesh_of(on)
         for _ in range(12):
-            source, target = (some_layout(rng, on, shape) for _ in range(2))
+            source, target = (random_layout(rng, on, shape) for _ in range(2))
             y = tensor(whole, source, mesh).redistribute(placements=target.placements)
             for coord, block in check_blocks(y, target, mesh).items():
                 assert same_bits(block, take(whole, owned(target, coord)))
@@ -190,7 +190,7 @@ def single_elements(mesh, dtype):
     ]
 
 
-@pytest.mark.parametrize("dtype", EVERY, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_single_elements_keep_every_bit_whatever_their_stride(dtype):
     with simulate(2):
         whole, *moved = single_elements(sw.init_device_mesh("cpu", (2,)), dtype)
@@ -201,7 +201,7 @@ def test_single_elements_keep_every_bit_whatever_their_stride(dtype):
 def test_conjugates_and_negatives_move_as_values_not_as_flags(dtype):
     with simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
-        z = whole_of((4, 3), dtype, seed=2)
+        z = dense_tensor((4, 3), dtype, seed=2)
         for whole in (z.conj(), z.conj().imag):
             for target in ([Replicate()], [Shard(1)]):
                 local = sw.per_rank(lambda rank, w=whole: w.chunk(2)[rank])
@@ -233,7 +233,9 @@ def test_nan_wins_and_infinities_count_in_max_and_min(dtype, op, size):
                 torch.testing.assert_close(wide(f), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [d for d in EVERY if not d.is_floating_point and not d.is_complex], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [d for d in DTYPES if not d.is_floating_point and not d.is_complex], ids=str
+)
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("size", [4, 5])
 def test_the_ends_of_integers_count_in_max_and_min(dtype, op, size):
@@ -368,7 +370,7 @@ def test_the_result_is_memory_of_its_own():
 def test_dtypes_to_communicate_in(source, target):
     with simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
-        whole = whole_of((8, 4), torch.float64, seed=4)
+        whole = dense_tensor((8, 4), torch.float64, seed=4)
         x = tensor(whole, Layout.of((8, 4), sw.comm.axes_of(mesh), [source]), mesh).requires_grad_()
         with counting() as forward:
             y = x.redistribute(
@@ -435,7 +437,7 @@ def square():
 
 
 def test_r9_a_pending_sum_as_a_pending_mean(square):
-    whole = whole_of((4, 3), torch.float32, seed=9)
+    whole = dense_tensor((4, 3), torch.float32, seed=9)
     for source, target in [("sum", "avg"), ("avg", "sum")]:
         a, b = ([Partial(op), Replicate()] for op in (source, target))
         x = tensor(whole, Layout.of((4, 3), sw.comm.axes_of(square), a), square)
