@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from tests.op_db.excluded import excluded
-from tests.op_db.judge import DTYPES, KINDS, OPS, Tally, sweep_op
+from tests.op_db.sweep import DTYPES, KINDS, OPS, Tally, sweep_op
 from tests.op_db.verdict import Verdict
 
 
@@ -81,7 +81,7 @@ def _row(op: str, tallies: list[Tally]) -> str:
     kinds = sum((t.kinds for t in tallies), Counter[str]())
     routes = sum((t.routes for t in tallies), Counter[str]())
     counts = " ".join(f"{kinds[k]:7}" for k in KINDS) + " |" + "".join(f" {routes[r]:7}" for r in _ROUTES)
-    return f"{op:52} {counts} {'cheaper exists' if any(t.cheaper for t in tallies) else ''}".rstrip()
+    return f"{op:52} {counts} {'missed a split' if any(t.missed_splits for t in tallies) else ''}".rstrip()
 
 
 _ROUTES = ("rule", "alternative", "fallback")
@@ -109,8 +109,8 @@ def report(tallies: list[Tally]) -> int:
     for (op, why), count in sorted(skips.items()):
         print(f"{op:52} {count:4} {why}")
     print("\ngathered by the fallback although a split could have been kept:")
-    cheaper = {op: dict(c for t in ts for c in t.cheaper.items()) for op, ts in by_op.items()}
-    for op, found in sorted(cheaper.items()):
+    missed = {op: dict(c for t in ts for c in t.missed_splits.items()) for op, ts in by_op.items()}
+    for op, found in sorted(missed.items()):
         for aten, how in found.items():
             print(f"{op:52} {aten}: {how}")
     print(f"\n{'dtype':10} {'ops':>5} {'passed':>9} " + " ".join(f"{k:>7}" for k in KINDS))
@@ -121,7 +121,7 @@ def report(tallies: list[Tally]) -> int:
         bad |= {t.op for t in mine} - {t.op for t in passed}
         kinds = sum((t.kinds for t in mine), Counter[str]())
         print(f"{dtype:10} {len(mine):5} {len(passed):9} " + " ".join(f"{kinds[k]:7}" for k in KINDS))
-    count = sum(1 for found in cheaper.values() if found)
+    count = sum(1 for found in missed.values() if found)
     print(
         f"{len(by_op)} ops, {len(bad)} of them failed, {count} gathered by the fallback although a split could have been kept"
     )
