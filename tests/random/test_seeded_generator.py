@@ -26,7 +26,7 @@ def test_which_calls_draw(op: torch._ops.OpOverload, dropout: float | None, expe
     assert draws_now(op._schema.name, op.tags, dropout) == expected
 
 
-def test_numbers_depend_on_the_draw_alone_and_torchs_generator_is_left_alone() -> None:
+def test_numbers_depend_on_the_draw_alone_and_torchs_generator_does_not_advance() -> None:
     with torch.random.fork_rng():
         before = torch.get_rng_state()
         first = borrowing(torch.randn, Draw(1, 2))(5)
