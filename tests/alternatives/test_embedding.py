@@ -25,12 +25,12 @@ def lookup(norm_type):
 @pytest.mark.parametrize("forced", [False, True])
 def test_rows_are_scaled_in_place(layouts, norm_type, forced):
     for mesh in ((4,), (2,)):
-        agrees_with = [randn(10, 7) * 3, INDICES], layouts.split(), mesh
+        arguments = [randn(10, 7) * 3, INDICES], layouts.split(), mesh
         if not forced:
-            compare(lookup(norm_type), *agrees_with, grad=False)
+            compare(lookup(norm_type), *arguments, grad=False)
             continue
         with force_alternatives() as taken:
-            compare(lookup(norm_type), *agrees_with, grad=False)
+            compare(lookup(norm_type), *arguments, grad=False)
         assert torch.ops.aten.embedding_renorm_.default in taken or layouts in ("R R", "R 1")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.alternatives.forcing import force_alternatives
 from tests.dense import parse_placements, randn
-from torch.nn import functional as F  # noqa: N812 (the customary name)
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 import shardwise as sw
 
@@ -48,11 +48,11 @@ def differences(forced):
             (name, layouts)
             for name, (fn, inputs, every) in CASES.items()
             for layouts in every
-            if not _agrees(fn, inputs, [sw.distribute_tensor(t, mesh, parse_placements(p)) for t, p in zip(inputs, layouts.split(), strict=True)])
+            if not _is_dense(fn, inputs, [sw.distribute_tensor(t, mesh, parse_placements(p)) for t, p in zip(inputs, layouts.split(), strict=True)])
         ]  # fmt: skip
 
 
-def _agrees(fn, dense, distributed):
+def _is_dense(fn, dense, distributed):
     found = []
     for inputs in (dense, distributed):
         x = inputs[0].detach().clone().requires_grad_()
