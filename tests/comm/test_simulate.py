@@ -263,7 +263,7 @@ def test_meshes_and_their_recipes_are_collected():
         local = per_rank(lambda rank: grid(2, 3))
         for m, placements in ((mesh, [Shard(0), Partial()]), (mesh["tp"], [Shard(1)])):
             plan = plan_redistribute(
-                DTensor.from_local(local, m, placements).layout,
+                DTensor.from_local(local, m, placements).sharding,
                 Layout.replicated(DTensor.from_local(local, m, placements).shape, axes_of(m)),
             )
             run(plan, local, m)
