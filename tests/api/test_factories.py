@@ -363,7 +363,6 @@ def test_sizes_are_not_negative(square):
         ("arange", (5,), torch.complex64),
         ("arange", (0, 5, 0), None),
         ("arange", (0, 5, -1), None),
-        ("arange", (0, 5, 0.5), torch.int64),
         ("full", ((2,), 1e5), torch.int8),
         ("full", ((2,), 1j), torch.float32),
         ("eye", (-2,), None),
@@ -374,6 +373,20 @@ def test_arguments_that_torch_refuses_are_refused(square, kind, args, dtype):
         getattr(torch, kind)(*args, dtype=dtype)
     with pytest.raises(theirs.type):  # a message of torch's or of ours
         getattr(sw, kind)(*args, dtype=dtype, device_mesh=square)
+
+
+@pytest.mark.parametrize("args", [(0, 5, 0.5), (5, 0, -0.5), (0.5, 5, 1), (0, 2.5, 1), (0.7, 5.2, 1.4)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_fractions_in_an_arange_of_integers_mean_what_they_mean_in_torch(square, args, dtype):
+    try:
+        whole = torch.arange(*args, dtype=dtype, device="meta")
+    except (ValueError, RuntimeError) as refused:  # torch 2.13 rounds the step first
+        with pytest.raises(type(refused)):
+            sw.arange(*args, dtype=dtype, device_mesh=square)
+    else:
+        x = sw.arange(*args, dtype=dtype, device_mesh=square, placements=[Shard(0), R])
+        assert x.shape == whole.shape
+        assert torch.equal(x.full_tensor().ranks[0], torch.arange(*args, dtype=dtype))
 
 
 def test_integers_cannot_require_grad(square):
