@@ -251,7 +251,7 @@ def test_out_is_written_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 4096, 4097, 10_000, 65_537, 100_003])
-def test_a_permutation_has_each_number_once_and_its_blocks_are_parts_of_it(n: int) -> None:
+def test_a_permutation_has_each_number_once_and_can_be_computed_in_blocks(n: int) -> None:
     full = permutation(Draw(3, 9), BlockIndices((n,)))
     assert torch.equal(full.sort().values, torch.arange(n))
     for lo, hi in ((0, n // 3), (n // 3, n), (n - 1, n)):
@@ -262,7 +262,7 @@ def test_a_permutation_has_each_number_once_and_its_blocks_are_parts_of_it(n: in
 
 def test_a_block_of_a_huge_permutation_is_computed_by_itself() -> None:
     n = 2**45 + 7
-    some = permutation(Draw(3, 9), BlockIndices((n,), (range(n - 1000, n),)))
-    assert len(some.unique()) == 1000
-    assert int(some.min()) >= 0
-    assert n // 2 < int(some.max()) < n
+    block = permutation(Draw(3, 9), BlockIndices((n,), (range(n - 1000, n),)))
+    assert len(block.unique()) == 1000
+    assert int(block.min()) >= 0
+    assert n // 2 < int(block.max()) < n

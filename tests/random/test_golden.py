@@ -1,4 +1,4 @@
-"""The numbers themselves: whoever changes one of these changes the numbers of every program (docs/adr/0010)."""
+"""Hashes of the random numbers: a change of one of them changes the numbers of every program (docs/adr/0010)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.random import (
 
 DRAW = Draw(0x0123456789ABCDEF, 0xFEDCBA9876543210)
 WIDE = torch.logspace(-2, 4, 501, dtype=torch.float64)
-SOME = {
+CASES = {
     **{name: (lambda make=make: make(DRAW, BlockIndices((501,)))) for name, make in MAKERS.items()},
     "permutation 100": lambda: permutation(DRAW, BlockIndices((100,))),
     "permutation 10000": lambda: permutation(DRAW, BlockIndices((10_000,))),
@@ -105,12 +105,12 @@ def _digest(t: Tensor) -> str:
     return hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_numbers_stay_as_they_are(name: str) -> None:
-    assert _digest(SOME[name]()) == GOLDEN[name]
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_have_not_changed(name: str) -> None:
+    assert _digest(CASES[name]()) == GOLDEN[name]
 
 
-def test_first_numbers_can_be_read() -> None:
+def test_first_numbers_by_the_definition() -> None:
     draw, four = Draw(0, 0), BlockIndices((4,))
     # the words of a counter of zeros: 6627e8d5 e169c58d bc57ac4c 9b00dbd8
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
@@ -123,7 +123,7 @@ def test_first_numbers_can_be_read() -> None:
             w * size >> 64 for w in wide
         ]
     words_of_many = integers(draw, BlockIndices((300,)), torch.int64, low=-(2**63), high=2**63)
-    for size in (3, 50_257, 2**31 - 1):  # the carry from the lower half of the product counts, seldom
+    for size in (3, 50_257, 2**31 - 1):  # in few cases the carry from the lower half of the product matters
         scaled = [(w + 2**63) % 2**64 for w in words_of_many.tolist()]
         assert integers(draw, BlockIndices((300,)), torch.int64, high=size).tolist() == [
             w * size >> 64 for w in scaled

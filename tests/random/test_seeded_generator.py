@@ -9,7 +9,7 @@ from shardwise.random import Draw
 from shardwise.random.seeded_generator import with_seeded_generator
 
 
-def test_numbers_depend_on_the_draw_alone_and_torchs_generator_is_left_alone() -> None:
+def test_numbers_depend_on_the_draw_alone_and_torchs_generator_does_not_advance() -> None:
     with torch.random.fork_rng():
         before = torch.get_rng_state()
         first = with_seeded_generator(torch.randn, Draw(1, 2))(5)

@@ -14,6 +14,7 @@ from shardwise.call.schema import op_info
 from shardwise.comm import axes_of
 from shardwise.layout import Axes, Layout
 from shardwise.plan import Plan, plan_redistribute
+from shardwise.rules.table import REGISTERED
 from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 
 __all__ = ["OpCall"]
@@ -61,7 +62,7 @@ class OpCall:
     @cached_property
     def outputs(self) -> list[Any] | None:
         """The results on the meta device; None where they cannot be inferred."""
-        return infer_outputs(self.func, self.args, self.kwargs)
+        return infer_outputs(self.func, self.args, self.kwargs, warn=self.info.name in REGISTERED)
 
     @cached_property
     def written(self) -> list[Tensor]:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.arguments import map_tensors
 from shardwise.call.listed_rule import listed_rule
 from shardwise.call.local_program import LocalProgram, local_programs
-from shardwise.call.meta import infer_outputs
 from shardwise.call.op_call import OpCall
 from shardwise.call.schema import OpInfo
 from shardwise.comm import coord_of
@@ -124,7 +123,7 @@ def match_rule(call: OpCall) -> Match | None:
         return None
     if any(map(holds_sparse, call.tensors)):
         return None
-    outputs = infer_outputs(call.func, call.args, call.kwargs, warn=True) if registered else call.outputs
+    outputs = call.outputs
     if outputs is None:
         return None
     seen = _as_rules_see_it(info, call, outputs)

@@ -1,4 +1,4 @@
-"""Policy: whether ops may communicate unasked, and what a plain tensor beside a DTensor counts as."""
+"""Policy: whether ops may communicate implicitly, and what a plain tensor beside a DTensor counts as."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["implicit_replication", "policy"]
 
 @contextmanager
 def policy(*, implicit: Implicit | None = None, plain: Plain | None = None) -> Iterator[None]:
-    """Set what ops inside the block may do unasked; what is not given stays as it is outside.
+    """Set whether ops inside the block may communicate implicitly, and how they treat plain tensors.
+
+    What is not given keeps the setting outside the block.
 
     Args:
         implicit: what happens when an op would communicate although the program did not ask for it: `"allow"` (the default
@@ -36,7 +38,7 @@ def policy(*, implicit: Implicit | None = None, plain: Plain | None = None) -> I
     ...         y = x + x                       # sends nothing
     ...         x.cumsum(0)
     Traceback (most recent call last):
-    shardwise.tensor.errors.CommunicationError: aten.cumsum.default would communicate 64 B unasked.
+    shardwise.tensor.errors.CommunicationError: aten.cumsum.default would communicate 64 B implicitly.
       why: It runs on [4, 4], so [4:tp, 4] must move: all-gather over tp: [4:tp, 4] -> [4, 4].
       fix: Redistribute the operands first, or allow it: with policy(implicit="allow"): ...
     """
