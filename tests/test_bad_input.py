@@ -86,8 +86,8 @@ CASES = {
         TypeError,
         "Replicate(…)",
     ),
-    "a number for a placement": (lambda w: w.x.redistribute(tp=0), TypeError, "axis tp"),
-    "a text for a placement": (lambda w: w.x.redistribute(placements=["S(0)", "R"]), TypeError, "axis dp"),
+    "a number for a placement": (lambda w: w.x.redistribute(tp=0), TypeError, "Axis tp"),
+    "a text for a placement": (lambda w: w.x.redistribute(placements=["S(0)", "R"]), TypeError, "Axis dp"),
     "None for a placement": (lambda w: w.x.redistribute(placements=[None, R]), TypeError, "Axis dp has None"),
     "torch's placements": (
         lambda w: distribute_tensor(WHOLE, w.square, [torchs().Shard(0), torchs().Replicate()]),
@@ -163,7 +163,7 @@ CASES = {
     "said as a whole and by axis": (
         lambda w: w.x.redistribute(placements=[R, R], tp=R),
         ValueError,
-        "placements and tp",
+        "placements and also tp",
     ),
     "said not at all": (lambda w: w.x.redistribute(), RuntimeError, "placements is needed for redistribute!"),
     # meshes
@@ -182,19 +182,19 @@ CASES = {
     "placements for a mesh": (
         lambda w: w.x.redistribute([Shard(0), R]),
         RuntimeError,
-        "redistribute(placements=[…])",
+        "redistribute(placements=[...])",
     ),
     "to another mesh": (lambda w: w.x.redistribute(w.line, [Shard(0)]), NotImplementedError, "dp=2, tp=2"),
     "a DTensor to another mesh": (lambda w: distribute_tensor(w.x, w.line, [Shard(0)]), ValueError, "all=4"),
     "tensors on two meshes": (
         lambda w: w.x + w.elsewhere,
         NotImplementedError,
-        "an op runs on one mesh",
+        "An op runs on one mesh",
     ),
     "a copy between meshes": (
         lambda w: w.x.copy_(w.elsewhere),
         NotImplementedError,
-        "an op runs on one mesh",
+        "An op runs on one mesh",
     ),
     # tensors
     "a non-leaf": (
@@ -272,7 +272,7 @@ CASES = {
     "uneven blocks without a shape": (
         lambda w: w.local(per_rank(lambda r: torch.ones(3 - r // 2, 4))),
         ValueError,
-        "pass the global shape=",
+        "Pass the global shape=",
     ),
     "blocks that are not chunks": (
         lambda w: w.local(per_rank(lambda r: torch.ones(1 + r // 2, 4)), run_check=True),
@@ -282,9 +282,9 @@ CASES = {
     "copies that differ": (
         lambda w: w.local(per_rank(lambda r: WHOLE + r), [R, Shard(0)], run_check=True),
         ValueError,
-        "use Partial() or Shard(dim) on dp",
+        "Use Partial() or Shard(dim) on dp",
     ),
-    "blocks of some ranks": (lambda w: w.local(PerRank({0: WHOLE})), ValueError, "none of 1, 2, 3"),
+    "blocks of some ranks": (lambda w: w.local(PerRank({0: WHOLE})), ValueError, "but not of 1, 2, 3"),
     "a stride without a shape": (
         lambda w: w.local(stride=(4, 1)),
         RuntimeError,

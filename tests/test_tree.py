@@ -92,7 +92,7 @@ def test_imports_are_at_the_top_and_nothing_swallows_every_exception(path):
 
 
 # A worker sends what a task raised to its parent; the prover reports what a user's op or rule raised.
-SERVERS = {"worker_process.py", "prove.py", "sampling.py"}
+SERVERS = {"worker_handle.py", "worker_process.py", "prove.py", "sampling.py"}
 
 
 def _is_broad(node: ast.ExceptHandler) -> bool:

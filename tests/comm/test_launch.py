@@ -454,7 +454,7 @@ def test_workers_restart_when_the_group_is_destroyed_or_a_worker_killed(workers:
 
 
 def test_workers_report_what_they_cannot_import(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"(?s)lambda.*fix: define it at module level"):
+    with pytest.raises(TypeError, match=r"(?s)lambda.*fix: Define it at module level"):
         workers.run(lambda: 1)
     monkeypatch.setattr(threads, "__module__", "loaded_from_nowhere")
     monkeypatch.setitem(sys.modules, "loaded_from_nowhere", sys.modules[__name__])

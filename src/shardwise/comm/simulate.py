@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,20 +31,17 @@ def at_simulation_end(callback: Callable[[], object]) -> None:
     """Call a function each time a simulation has ended, normally or by an exception.
 
     Meant for modules with caches of what belongs to a world. All callbacks run, in the order in which they were
-    given, even if one raises; then the first error is raised.
+    given, even if one raises.
     """
     _at_end.append(callback)
 
 
-def _call_back() -> None:
-    errors = []
-    for callback in (forget_groups, *_at_end):
+def _call_all(callbacks: Sequence[Callable[[], object]]) -> None:
+    if callbacks:
         try:
-            callback()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            callbacks[0]()
+        finally:
+            _call_all(callbacks[1:])
 
 
 @contextmanager
@@ -87,7 +84,7 @@ def simulate(world_size: int) -> Iterator[None]:
             "  fix: Simulate in another process, or call torch.distributed.destroy_process_group() first."
         )
     with ExitStack() as stack:
-        stack.callback(_call_back)
+        stack.callback(lambda: _call_all([forget_groups, *_at_end]))
         stack.enter_context(restored_mesh_stack())
         # the fake backend sends nothing: collectives run on the blocks of all ranks, in PerRank tensors
         stack.enter_context(fake_world(world_size))

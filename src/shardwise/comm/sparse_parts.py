@@ -14,6 +14,7 @@ from shardwise.comm.per_rank import PerRank, map_ranks
 from shardwise.comm.scatter import scatter
 from shardwise.comm.simulate import on_mesh
 from shardwise.layout import Layout, block_shape, owned
+from shardwise.torch_internals.sparse import coo_parts
 
 __all__ = ["cut_sparse", "detached", "is_sparse", "parts_of", "places_in", "scatter_sparse", "sparse_of"]
 
@@ -41,7 +42,7 @@ def parts_of(t: Tensor) -> list[Tensor]:
     """
     t = t.detach()
     if t.layout is torch.sparse_coo:
-        return [t._indices(), t._values()]
+        return coo_parts(t)
     if t.layout in _ROW_COMPRESSED:
         return [t.crow_indices(), t.col_indices(), t.values()]
     return [t.ccol_indices(), t.row_indices(), t.values()]
