@@ -10,7 +10,7 @@ import torch
 from tests.dense import compare, randn
 from torch.nn import functional
 
-from shardwise.alternatives import ALTERNATIVES
+from shardwise.alternatives.registry import ALTERNATIVES
 from shardwise.call.arguments import tensors_in
 from shardwise.call.schema import op_info
 from shardwise.call.trace import trace_calls
