@@ -88,7 +88,7 @@ CASES = {
     ),
     "a number for a placement": (lambda w: w.x.redistribute(tp=0), TypeError, "axis tp"),
     "a string for a placement": (lambda w: w.x.redistribute(placements=["S(0)", "R"]), TypeError, "axis dp"),
-    "None for a placement": (lambda w: w.x.redistribute(placements=[None, R]), TypeError, "axis dp has None"),
+    "None for a placement": (lambda w: w.x.redistribute(placements=[None, R]), TypeError, "Axis dp has None"),
     "torch's placements": (
         lambda w: distribute_tensor(WHOLE, w.square, [torch_package().Shard(0), torch_package().Replicate()]),
         TypeError,
@@ -148,7 +148,7 @@ CASES = {
     "an axis twice on a layout": (
         lambda w: Layout(Axes((2,), ("dp",)), [[Factor(4, (0,))], [Factor(6, (0,))]]),
         ValueError,
-        "axis dp is used 2 times",
+        "Axis dp is used 2 times",
     ),
     "an axis twice in a text": (
         lambda w: parse_layout("[8:dp, 6:dp]", Axes((2,), ("dp",))),
@@ -268,7 +268,7 @@ CASES = {
     "a max of complex numbers": (
         lambda w: w.local(WHOLE + 0j, [Partial("max"), R]),
         ValueError,
-        "complex numbers have no order",
+        "Complex numbers have no order",
     ),
     # blocks
     "blocks of another shape": (lambda w: w.local(shape=(12, 5)), ValueError, "block of shape (6, 4)"),

@@ -311,7 +311,7 @@ def test_a_broken_connection_is_explained() -> None:
         else:
             dist.barrier()
 
-    with pytest.raises(LaunchError, match=r"(?s)rank 0 of 2 raised .*why: its connection to another rank"):
+    with pytest.raises(LaunchError, match=r"(?s)rank 0 of 2 raised .*why: Its connection to another rank"):
         launch(body, 2, timeout=20)
 
 
@@ -338,7 +338,7 @@ def test_a_timeout_shows_the_stack_of_each_rank(pids: Path) -> None:
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(
-        LaunchError, match=r"(?s)type generator that cannot be sent.*fix: return plain tensors"
+        LaunchError, match=r"(?s)type generator that cannot be sent.*fix: Return plain tensors"
     ):
         launch(lambda: (i for i in range(3)), 2)
 

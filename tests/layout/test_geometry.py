@@ -111,7 +111,7 @@ def test_blocks_of_one_shape_add_up_to_the_global_shape(on, data):
 
 
 def test_a_block_with_another_number_of_dims_has_no_global_shape():
-    with pytest.raises(LayoutError, match=r"(?s)why: the block has 1 dims and the layout has 2.*fix: "):
+    with pytest.raises(LayoutError, match=r"(?s)why: The block has 1 dims and the layout has 2.*fix: "):
         global_shape(Layout.of((2, 3), Axes((2,)), [Shard(0)]), (2,))
 
 

@@ -202,5 +202,5 @@ def test_sum_and_avg_may_be_mixed():
 
 @pytest.mark.parametrize("wrong", ["S(0)", 0, None, Shard])
 def test_only_placements_are_placements(wrong):
-    with pytest.raises(TypeError, match=r"(?s)axis tp.*why: .*fix: "):
+    with pytest.raises(TypeError, match=r"(?s)Axis tp.*why: .*fix: "):
         Layout.of((8,), ON, [Replicate(), wrong])

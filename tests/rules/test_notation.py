@@ -66,7 +66,7 @@ def test_one_letter_for_two_sizes_is_an_error():
 
 def test_an_output_that_the_row_lacks_is_an_error():
     with pytest.raises(
-        LayoutError, match=r"(?s)does not fit.*why: the row has 1 of the call's 2 outputs.*fix: "
+        LayoutError, match=r"(?s)does not fit.*why: The row has 1 of the call's 2 outputs.*fix: "
     ):
         row("m n -> m n").build(call((4, 2), outputs=((4, 2), (4,))))
 

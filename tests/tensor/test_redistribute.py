@@ -275,9 +275,9 @@ def test_zero_dim_tensors(op, target):
 @pytest.mark.parametrize(
     ("dtype", "op", "why"),
     [
-        (torch.int64, "avg", "the mean of integers is not an integer"),
-        (torch.bool, "avg", "the mean of integers is not an integer"),
-        (torch.complex64, "max", "complex numbers have no order"),
+        (torch.int64, "avg", "The mean of integers is not an integer"),
+        (torch.bool, "avg", "The mean of integers is not an integer"),
+        (torch.complex64, "max", "Complex numbers have no order"),
         (torch.complex64, "product", "real and imaginary parts separately"),
         (torch.float8_e8m0fnu, "sum", "without a zero"),
     ],
@@ -319,7 +319,7 @@ def test_invalid_arguments_are_errors():
         for call, what in [
             (lambda: x.redistribute(), "Neither placements nor a mesh axis"),
             (lambda: x.redistribute(placements=[Replicate()], tp=Replicate()), "The target is given once"),
-            (lambda: x.redistribute(pp=Replicate()), "its axes are tp=4"),
+            (lambda: x.redistribute(pp=Replicate()), "Its axes are tp=4"),
             (lambda: x.redistribute(placements=[Replicate()] * 2), "same length as the mesh"),
             (lambda: x.redistribute(placements=[Shard(1)]), "out of range"),
         ]:

@@ -151,12 +151,12 @@ def clamp_range(r: Range, low: int, high: int) -> Range:
     return first, max(min(r[1], high), first)
 
 
-def pad_range(block: Tensor, d: int, has: Range, wants: Range) -> Tensor:
-    """A block that covers one range of a dim, sliced and padded with zeros to cover another."""
+def pad_range(block: Tensor, d: int, has: Range, wants: Range, value: float = 0) -> Tensor:
+    """A block that covers one range of a dim, sliced and padded with a value to cover another."""
     if wants[1] <= wants[0] or has[1] <= has[0] or wants[0] >= has[1] or has[0] >= wants[1]:
         shape = list(block.shape)
         shape[d] = max(wants[1] - wants[0], 0)
-        return block.new_zeros(shape)
+        return block.new_full(shape, value)
     amounts = [0] * (2 * (block.dim() - d))
     amounts[-2:] = [has[0] - wants[0], wants[1] - has[1]]
-    return torch.constant_pad_nd(block, amounts) if any(amounts) else block
+    return torch.constant_pad_nd(block, amounts, value) if any(amounts) else block

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shardwise.alternatives.exchange import SplitDim, clamp_range, pad_range, split_dim
@@ -55,12 +54,7 @@ class Halo:
     def pad(self, coord: Coord, block: Tensor, value: float = 0.0) -> Tensor:
         """The positions for a rank's windows, padded where the windows extend beyond the dim."""
         wants, has = self.covered(coord)
-        left, right = (has[0] - wants[0], wants[1] - has[1]) if has[1] > has[0] else (wants[1] - wants[0], 0)
-        if not left and not right:
-            return block
-        amounts = [0] * (2 * (block.dim() - self.dim))
-        amounts[-2:] = [left, right]
-        return torch.constant_pad_nd(block, amounts, value)
+        return pad_range(block, self.dim, has, wants, value)
 
     def embed(self, coord: Coord, block: Tensor) -> Tensor:
         """A rank's own positions, inside the range covered by the windows that touch them."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.call.arguments import tensors_in, with_tensors
-from shardwise.call.kernels import wrap
+from shardwise.call.arguments import map_tensors, tensors_in, with_tensors
 from shardwise.call.local_program import LocalProgram
 from shardwise.call.resolve import Resolution
 from shardwise.call.schema import op_info
@@ -19,8 +18,14 @@ from shardwise.layout import Spec
 from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, run_plan
+from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["execute"]
+__all__ = ["execute", "wrap"]
+
+
+def wrap(result: Any, specs: Iterator[Spec]) -> Any:
+    """The results of an op with each tensor wrapped in the next spec; None and numbers stay."""
+    return map_tensors(lambda block: new_dtensor(DTensor, block, next(specs), False), result)
 
 
 def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -81,21 +81,21 @@ def check_reducible(dtype: torch.dtype, op: str) -> None:
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise LayoutError(
             f"Partial(avg) of {dtype} cannot be reduced.",
-            why="the mean of integers is not an integer",
-            fix="use Partial('sum'), or a floating-point tensor",
+            why="The mean of integers is not an integer.",
+            fix="Use Partial('sum'), or a floating-point tensor.",
         )
     if dtype.is_complex and op in ("max", "min", "product"):
         raise LayoutError(
             f"Partial({op}) of {dtype} cannot be reduced.",
-            why="complex numbers have no order"
+            why="Complex numbers have no order."
             if op != "product"
-            else "backends reduce real and imaginary parts separately",
-            fix="use Partial('sum') or Partial('avg')",
+            else "Backends reduce real and imaginary parts separately.",
+            fix="Use Partial('sum') or Partial('avg').",
         )
     if dtype is torch.float8_e8m0fnu:
         raise LayoutError(
             f"Partial({op}) of {dtype} cannot be reduced.",
-            why="it is a dtype for scales: powers of two, without a zero",
+            why="It is a dtype for scales: powers of two, without a zero.",
             fix="x.to(torch.float32) first",
         )
 

@@ -78,9 +78,9 @@ def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | No
     if dist.is_initialized():
         raise RuntimeError(
             "launch was called in a process that is already part of a process group.\n"
-            "  why: launch starts its own processes, which form their own group\n"
-            "  fix: inside a function that launch runs, use the existing group; in a script, call launch\n"
-            '       under `if __name__ == "__main__":`, since the workers import the script'
+            "  why: launch starts its own processes, which form their own group.\n"
+            "  fix: Inside a function that launch runs, use the existing group; in a script, call launch\n"
+            '       under `if __name__ == "__main__":`, since the workers import the script.'
         )
     task, _ = encode_job((fn, args))
     team = _Team(nprocs, job=(fn, args) if task is None else None)
@@ -114,15 +114,15 @@ class Workers:
         if task is None:
             raise TypeError(
                 f"Workers cannot run {getattr(fn, '__qualname__', fn)} with these arguments.\n"
-                f"  why: the workers are new processes that import what they run; {obstacle}\n"
-                "  fix: define it at module level and pass plain values, or use launch, which can fork"
+                f"  why: The workers are new processes that import what they run; {obstacle}.\n"
+                "  fix: Define it at module level and pass plain values, or use launch, which can fork."
             )
         with self._lock:
             if self._closed:
                 raise RuntimeError(
                     "Workers.run was called after close.\n"
-                    "  why: the processes have been stopped\n"
-                    "  fix: call run inside the `with Workers(…)` block"
+                    "  why: The processes have been stopped.\n"
+                    "  fix: Call run inside the `with Workers(…)` block."
                 )
             if not self._team.is_usable():
                 self._team.stop()
@@ -259,8 +259,8 @@ def _timeout(missing: list[Worker], nprocs: int, limit: float) -> LaunchError:
             stacks += f"rank {worker.rank} was at:\n{answer.traceback}"
     message = (
         f"{_ranks(worker.rank for worker in missing)} of {nprocs} did not finish within {limit:g} s.\n"
-        "  why: the function takes longer, or a rank waits in a collective that another rank did not call\n"
-        "  fix: let every rank call every collective (the stacks are below), or pass a longer timeout\n"
+        "  why: The function takes longer, or a rank waits in a collective that another rank did not call.\n"
+        "  fix: Let every rank call every collective (the stacks are below), or pass a longer timeout.\n"
     )
     return LaunchError(message + textwrap.indent(stacks, "  "), missing[0].rank, stacks)
 
@@ -274,24 +274,24 @@ def _check(fn: object, nprocs: object, timeout: float | None) -> None:
     if not callable(fn):
         raise TypeError(
             f"fn is {fn!r}, of type {type(fn).__name__}.\n"
-            "  why: it must be callable, since every rank calls it\n"
-            "  fix: pass the function itself: launch(fn, 4, x), not launch(fn(x), 4)"
+            "  why: It must be callable, since every rank calls it.\n"
+            "  fix: Pass the function itself: launch(fn, 4, x), not launch(fn(x), 4)."
         )
     if not isinstance(nprocs, int) or isinstance(nprocs, bool):
         raise TypeError(
             f"nprocs is {nprocs!r}, of type {type(nprocs).__name__}.\n"
-            "  why: it is the number of processes to start\n"
-            "  fix: pass an int: launch(fn, 4, x)"
+            "  why: It is the number of processes to start.\n"
+            "  fix: Pass an int: launch(fn, 4, x)."
         )
     if nprocs < 1:
         raise ValueError(
-            f"nprocs is {nprocs}.\n  why: fn needs at least one process\n  fix: launch(fn, 1, x), or more"
+            f"nprocs is {nprocs}.\n  why: fn needs at least one process.\n  fix: launch(fn, 1, x), or more"
         )
     if timeout is not None and not timeout > 0:
         raise ValueError(
             f"timeout is {timeout}.\n"
-            "  why: it is the number of seconds that fn may take\n"
-            "  fix: pass a number above 0, or None for no limit"
+            "  why: It is the number of seconds that fn may take.\n"
+            "  fix: Pass a number above 0, or None for no limit."
         )
 
 
@@ -301,7 +301,7 @@ def _run_here(fn: Callable[..., T], nprocs: int, args: tuple[object, ...], timeo
     if nprocs != world:
         raise ValueError(
             f"nprocs is {nprocs}, but torchrun has started {world} process{'es' if world != 1 else ''}.\n"
-            "  why: under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) launch starts no processes\n"
+            "  why: under torchrun (RANK, WORLD_SIZE and MASTER_ADDR are set) launch starts no processes.\n"
             f"  fix: torchrun --nproc-per-node {nprocs}, or launch(fn, {world}); without torchrun, unset these"
         )
     own = not dist.is_initialized()

@@ -46,9 +46,9 @@ def measure_costs(mesh: DeviceMesh | None = None) -> CostModel:
             fix="Call it only where mesh.get_coordinate() is not None, and pass the result on to the other ranks.",
         )
     axes = axes_of(mesh)
-    figures = [_measure_axis(mesh, a) if n > 1 else (0.0, 0.0) for a, n in enumerate(axes.sizes)]
-    latency, pace = _slowest(mesh, figures)
-    bandwidth = [1 / max(p, 1e-15) for p in pace]
+    figures = [f for a, n in enumerate(axes.sizes) for f in (_measure_axis(mesh, a) if n > 1 else (0.0, 0.0))]
+    slowest = _maxima(figures, group_of(mesh, tuple(range(mesh.ndim))), mesh)
+    latency, bandwidth = slowest[::2], [1 / max(pace, 1e-15) for pace in slowest[1::2]]
     if mesh.mesh_dim_names:
         return CostModel(
             dict(zip(axes.names, latency, strict=True)), dict(zip(axes.names, bandwidth, strict=True))
@@ -74,21 +74,15 @@ def _best_time(mesh: DeviceMesh, group: Group, nbytes: int) -> float:
         if i >= _WARM_UP:
             best, spent = min(best, took), spent + took
         # all ranks must stop at the same time, so they agree on the longest
-        if nbytes == _LARGE and i >= _WARM_UP and _longest(spent, group, mesh) > _SECONDS:
+        if nbytes == _LARGE and i >= _WARM_UP and _maxima([spent], group, mesh)[0] > _SECONDS:
             break
     return best
 
 
-def _longest(seconds: float, group: Group, mesh: DeviceMesh) -> float:
-    mine = torch.tensor([seconds], dtype=torch.float64, device=mesh.device_type)
-    return float(wait(all_reduce(mine, "max", group.name)).item())
-
-
-def _slowest(mesh: DeviceMesh, figures: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    mine = torch.tensor(figures, dtype=torch.float64, device=mesh.device_type).flatten()
-    group = group_of(mesh, tuple(range(mesh.ndim)))
-    every = wait(all_reduce(mine, "max", group.name)).view(-1, 2).tolist()
-    return [row[0] for row in every], [row[1] for row in every]
+def _maxima(figures: list[float], group: Group, mesh: DeviceMesh) -> list[float]:
+    """The largest value of each figure on any rank of a group."""
+    mine = torch.tensor(figures, dtype=torch.float64, device=mesh.device_type)
+    return wait(all_reduce(mine, "max", group.name)).tolist()
 
 
 def _synchronize(t: Tensor) -> None:

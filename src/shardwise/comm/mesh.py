@@ -90,14 +90,14 @@ def current_mesh(mesh: DeviceMesh | None, what: str) -> DeviceMesh:
     if found is None:
         raise LayoutError(
             f"{what} has no mesh: No device mesh is currently active!",
-            why="device_mesh was not given and the call is not inside a `with mesh:` block",
-            fix="pass device_mesh=init_device_mesh(…), or call it inside `with mesh:`",
+            why="device_mesh was not given and the call is not inside a `with mesh:` block.",
+            fix="Pass device_mesh=init_device_mesh(…), or call it inside `with mesh:`.",
         )
     if not isinstance(found, DeviceMesh):
         raise TypeError(
             f"{what} got {type(mesh).__name__} for a mesh.\n"
-            "  why: device_mesh is a DeviceMesh\n"
-            "  fix: make one with init_device_mesh"
+            "  why: device_mesh is a DeviceMesh.\n"
+            "  fix: Make one with init_device_mesh."
         )
     return found
 

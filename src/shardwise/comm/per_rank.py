@@ -114,15 +114,15 @@ def _check_first(blocks: Mapping[int, Tensor]) -> Tensor:
     if not blocks:
         raise ValueError(
             "PerRank got no blocks.\n"
-            "  why: its shape and dtype are those of the first block\n"
+            "  why: Its shape and dtype are those of the first block.\n"
             "  fix: PerRank({0: torch.zeros(2)}), with one tensor per rank"
         )
     first = next(iter(blocks.values()))
     if isinstance(first, PerRank) or hasattr(first, "device_mesh"):
         raise TypeError(
             f"PerRank got a {type(first).__name__} as the block of a rank.\n"
-            "  why: a block is a plain tensor; a PerRank or DTensor spans all ranks\n"
-            "  fix: create it outside of per_rank and pass it in; the function gets the rank's own block"
+            "  why: A block is a plain tensor; a PerRank or DTensor spans all ranks.\n"
+            "  fix: Create it outside of per_rank and pass it in; the function gets the rank's own block."
         )
     return first
 
@@ -173,8 +173,8 @@ def ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
         if here is not None and found is not None and here != found:
             raise RuntimeError(
                 f"PerRank arguments have different ranks: {found} and {here}.\n"
-                "  why: a function is applied rank by rank, so all arguments need a block for each rank\n"
-                "  fix: redistribute both to one mesh first"
+                "  why: A function is applied rank by rank, so all arguments need a block for each rank.\n"
+                "  fix: Redistribute both to one mesh first."
             )
         found = here if found is None else found
     return found
@@ -211,8 +211,8 @@ def join(results: Mapping[int, Any], what: str) -> Any:
     shown = ", ".join(f"rank {r}: {v}" for r, v in list(results.items())[:4])
     raise RuntimeError(
         f"{what} differs between the simulated ranks ({shown}{', …' if len(results) > 4 else ''}).\n"
-        "  why: one program runs for all ranks, so a value that is not a tensor must be equal on all of them\n"
-        "  fix: read x.ranks, or compute a tensor with shardwise.per_rank(lambda rank, x: …, x)"
+        "  why: One program runs for all ranks, so a value that is not a tensor must be equal on all of them.\n"
+        "  fix: Read x.ranks, or compute a tensor with shardwise.per_rank(lambda rank, x: …, x)"
     )
 
 
@@ -252,7 +252,7 @@ def _check_no_shared_leaves(func: Callable[..., Any], values: Sequence[Any]) -> 
         elif type(v) in (Tensor, torch.nn.Parameter) and v.requires_grad:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} got a plain tensor that requires grad beside a PerRank one.\n"
-                "  why: on real processes each rank has its own copy and its own gradient; this is one tensor\n"
+                "  why: On real processes each rank has its own copy and its own gradient; this is one tensor.\n"
                 "  fix: w = shardwise.per_rank(lambda rank: w.detach().clone().requires_grad_())"
             )
 

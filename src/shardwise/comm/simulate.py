@@ -71,20 +71,20 @@ def simulate(world_size: int) -> Iterator[None]:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(
             f"simulate: world_size must be an int of at least 1, got {world_size!r}.\n"
-            "  why: it is the number of ranks to simulate\n"
+            "  why: It is the number of ranks to simulate.\n"
             "  fix: simulate(8)"
         )
     if _simulated:
         raise RuntimeError(
             f"simulate({world_size}) was called inside simulate({_simulated[-1]}).\n"
-            "  why: simulations cannot be nested\n"
-            "  fix: leave the outer simulation first, or create a smaller mesh inside it"
+            "  why: Simulations cannot be nested.\n"
+            "  fix: Leave the outer simulation first, or create a smaller mesh inside it."
         )
     if dist.is_initialized():
         raise RuntimeError(
             f"simulate({world_size}) was called in a process group of {dist.get_world_size()} real ranks.\n"
-            "  why: this process is one rank of that group and cannot simulate others\n"
-            "  fix: simulate in another process, or call torch.distributed.destroy_process_group() first"
+            "  why: This process is one rank of that group and cannot simulate others.\n"
+            "  fix: Simulate in another process, or call torch.distributed.destroy_process_group() first."
         )
     with ExitStack() as stack:
         stack.callback(_call_back)

@@ -30,8 +30,8 @@ def run_collective(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         known = ", ".join(sorted(name for name in _RUN if "." not in name))
         raise RuntimeError(
             f"torch.distributed.{name} cannot run on simulated ranks.\n"
-            "  why: in a simulation all ranks are in this process, and this collective is not simulated\n"
-            f"  fix: use one of {known}, or run on real processes with shardwise.launch"
+            "  why: In a simulation all ranks are in this process, and this collective is not simulated.\n"
+            f"  fix: Use one of {known}, or run on real processes with shardwise.launch."
         )
     if name.startswith("functional."):
         return run(*args, **kwargs)
@@ -95,9 +95,9 @@ def _op(op: Any) -> str:
     name = str(op).rsplit(".", 1)[-1].lower()
     if name not in ("sum", "avg", "max", "min", "product"):
         raise RuntimeError(
-            f"a reduction by {op} cannot run on simulated ranks.\n"
-            "  why: only sum, avg, max, min and product are simulated\n"
-            "  fix: use one of these, or run on real processes with shardwise.launch"
+            f"A reduction by {op} cannot run on simulated ranks.\n"
+            "  why: Only sum, avg, max, min and product are simulated.\n"
+            "  fix: Use one of these, or run on real processes with shardwise.launch."
         )
     return name
 
@@ -138,9 +138,9 @@ def _broadcast(x: PerRank, source: int, group: Any) -> PerRank:
 def _copy_into(target: Any, result: PerRank) -> None:
     if not isinstance(target, PerRank):
         raise RuntimeError(
-            f"a collective in a simulation got a {type(target).__name__} as its output.\n"
-            "  why: each rank receives its own value, so the output must be a PerRank tensor\n"
-            "  fix: create it with shardwise.per_rank(lambda rank: torch.empty(…))"
+            f"A collective in a simulation got a {type(target).__name__} as its output.\n"
+            "  why: Each rank receives its own value, so the output must be a PerRank tensor.\n"
+            "  fix: Create it with shardwise.per_rank(lambda rank: torch.empty(…))."
         )
     for r, block in target._blocks.items():
         block.copy_(result._blocks[r].view(block.shape))

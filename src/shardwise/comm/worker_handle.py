@@ -79,14 +79,14 @@ class Worker:
 def _death(rank: int, code: int) -> Failed:
     if code >= 0:
         what = f"ended with exit code {code} before it answered"
-        hint = "why: it called os._exit, or it could not start\nfix: see its output above"
+        hint = "why: It called os._exit, or it could not start.\nfix: See its output above."
     else:
         what = f"was killed by {signal.Signals(-code).name}"
-        hint = "why: native code crashed\nfix: run with `python -X faulthandler` to see the stack"
+        hint = "why: Native code crashed.\nfix: Run with `python -X faulthandler` to see the stack."
         if -code in (signal.SIGKILL, signal.SIGTERM):
             hint = (
-                "why: another process did it, perhaps the system when memory ran out\n"
-                "fix: if memory ran out, use fewer processes"
+                "why: Another process did it, perhaps the system when memory ran out.\n"
+                "fix: If memory ran out, use fewer processes."
             )
     return Failed(rank, time.time(), "died", what, hint)
 

@@ -89,7 +89,7 @@ def encode(value: object) -> bytes:
         raise TypeError(
             f"fn returned a value of type {type(value).__qualname__} that cannot be sent to the caller.\n"
             f"  why: {type(error).__name__}: {error}\n"
-            "  fix: return plain tensors or values (numbers, strings, tuples, lists, dicts) instead"
+            "  fix: Return plain tensors or values (numbers, strings, tuples, lists, dicts) instead."
         ) from error
     return buffer.getvalue()
 
@@ -193,8 +193,8 @@ def _failure(rank: int, error: BaseException, clean: bool) -> Failed:
         links.append(link)
         link = link.__cause__ or link.__context__  # type: ignore[assignment]
     peer = any(isinstance(link, RuntimeError) and _CONNECTION_BROKE.search(str(link)) for link in links)
-    hint = "why: its connection to another rank broke or timed out\n"
-    hint += "fix: let every rank call every collective before it destroys the group"
+    hint = "why: Its connection to another rank broke or timed out.\n"
+    hint += "fix: Let every rank call every collective before it destroys the group."
     kind = type(error).__qualname__
     return Failed(rank, time.time(), kind, f"raised {line}", hint if peer else "", text, peer, clean)
 

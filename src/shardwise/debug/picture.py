@@ -32,8 +32,8 @@ def picture(layout: Layout, ranks: list[int] | None = None) -> str:
     if layout.ndim not in (1, 2):
         raise LayoutError(
             f"{layout} has {layout.ndim} dims, and a picture has one or two.",
-            why="a picture is printed as rows and columns of text",
-            fix="draw a slice of the tensor, such as x[0], or a view of it, such as x.flatten(1)",
+            why="A picture is printed as rows and columns of text.",
+            fix="Draw a slice of the tensor, such as x[0], or a view of it, such as x.flatten(1).",
         )
     if 0 in layout.shape:
         return "(empty)"
@@ -53,8 +53,8 @@ def _stripes(size: int, held: list[Sequence[int]]) -> list[tuple[int, int]]:
     if len(starts) > _MAX_STRIPES:
         raise LayoutError(
             f"A picture with {len(starts)} rows or columns is too wide.",
-            why=f"at most {_MAX_STRIPES} fit a terminal",
-            fix="draw a smaller tensor with the same placements",
+            why=f"At most {_MAX_STRIPES} fit a terminal.",
+            fix="Draw a smaller tensor with the same placements.",
         )
     return list(zip(starts, [*starts[1:], size], strict=True))
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.call.execute import execute
-from shardwise.call.kernels import wrap
+from shardwise.call.execute import execute, wrap
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.call.route import Run

@@ -1,4 +1,24 @@
-"""The table of routes: which mechanisms may run each op, in the order in which they are tried."""
+"""The table of routes: which mechanisms may run each op, in the order in which they are tried.
+
+Which mechanisms may run each op on DTensors, in the order in which they are tried. The first that handles a call runs it,
+except that of rule, alternative and decomposition the one that sends the least is taken. Every op ends with the fallback.
+
+  rule                   its row in rules.txt says which layouts it may run in; operands are redistributed to the cheapest
+  alternative (family)   a program along a split dim, if that sends less than the rule: see src/shardwise/alternatives
+  decomposition          torch's own decomposition into other ops, if that sends less than gathering the operands
+  functional variant     computes the results with the op that returns them, and copies them into the targets
+  composite              torch runs it as other ops, unless its rule is used in inference mode
+  random                 draws from the random stream, the same numbers in any layout
+  foreach                one kernel on all blocks of the lists, or the op for one tensor on each element
+  optimizer              one fused kernel on all blocks, in the layouts of the parameters
+  request                asks for a value: communicates because the program asks for it
+  in-place view          changes the tensor's own shape: the result of the out-of-place op replaces it
+  fallback               gathers the operands and runs the op on the full tensors, and logs it once
+
+Not listed: ops without a tensor argument, composite ops without a rule, and in-place and out variants of listed ops that have
+no route of their own. An in-place variant has the rule of its op, in the layout of its target. Before all that, a call with
+plain targets, sparse tensors or tensors on a sub-mesh is handled as such, and so is a call on a rank that is not on the mesh.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +39,7 @@ from shardwise.torch_internals.dispatcher import all_ops, is_composite
 
 __all__ = ["printed_routes", "routes_of"]
 
-_HEADER = """\
-# Which mechanisms may run each op on DTensors, in the order in which they are tried. The first that handles a call runs it,
-# except that of rule, alternative and decomposition the one that sends the least is taken. Every op ends with the fallback.
-#
-#   rule                   its row in rules.txt says which layouts it may run in; operands are redistributed to the cheapest
-#   alternative (family)   a program along a split dim, if that sends less than the rule: see src/shardwise/alternatives
-#   decomposition          torch's own decomposition into other ops, if that sends less than gathering the operands
-#   functional variant     computes the results with the op that returns them, and copies them into the targets
-#   composite              torch runs it as other ops, unless its rule is used in inference mode
-#   random                 draws from the random stream, the same numbers in any layout
-#   foreach                one kernel on all blocks of the lists, or the op for one tensor on each element
-#   optimizer              one fused kernel on all blocks, in the layouts of the parameters
-#   request                asks for a value: communicates because the program asks for it
-#   in-place view          changes the tensor's own shape: the result of the out-of-place op replaces it
-#   fallback               gathers the operands and runs the op on the full tensors, and logs it once
-#
-# Not listed: ops without a tensor argument, composite ops without a rule, and in-place and out variants of listed ops that have
-# no route of their own. An in-place variant has the rule of its op, in the layout of its target. Before all that, a call with
-# plain targets, sparse tensors or tensors on a sub-mesh is handled as such, and so is a call on a rank that is not on the mesh.
-
-"""
+_HEADER = "".join(f"# {line}".rstrip() + "\n" for line in (__doc__ or "").strip().split("\n")[2:]) + "\n"
 
 
 def routes_of(func: Any) -> list[str]:

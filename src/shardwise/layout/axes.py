@@ -31,8 +31,8 @@ class Axes:
         if len(names) != len(self.sizes) or len(set(names)) != len(names):
             raise LayoutError(
                 f"Axes got the names {names} for axes of sizes {self.sizes}.",
-                why="every axis needs one size and a unique name",
-                fix="pass as many distinct names as sizes, like Axes((2, 4), ('dp', 'tp'))",
+                why="Every axis needs one size and a unique name.",
+                fix="Pass as many distinct names as sizes, like Axes((2, 4), ('dp', 'tp')).",
             )
 
     def __len__(self) -> int:
@@ -51,9 +51,9 @@ class Axes:
         elif -len(self.sizes) <= axis < len(self.sizes):
             return axis % len(self.sizes)
         raise LayoutError(
-            f"the mesh has no axis {axis!r}.",
-            why=f"its axes are {self}",
-            fix=f"use one of {', '.join(self.names)}",
+            f"The mesh has no axis {axis!r}.",
+            why=f"Its axes are {self}.",
+            fix=f"Use one of {', '.join(self.names)}.",
         )
 
     def sizes_of(self, axes: Iterable[int]) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ __all__ = ["LayoutError"]
 class LayoutError(ValueError, RuntimeError):
     """An invalid layout, or one that cannot be reached.
 
-    >>> raise LayoutError("Shard(3) is out of range.", why="the tensor has 2 dims", fix="use a dim in -2..1")
+    >>> raise LayoutError("Shard(3) is out of range.", why="The tensor has 2 dims.", fix="Use a dim in -2..1.")
     Traceback (most recent call last):
     shardwise.layout.errors.LayoutError: Shard(3) is out of range.
-      why: the tensor has 2 dims
-      fix: use a dim in -2..1
+      why: The tensor has 2 dims.
+      fix: Use a dim in -2..1.
     """
 
     def __init__(self, what: str, *, why: str, fix: str) -> None:

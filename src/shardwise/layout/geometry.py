@@ -96,9 +96,9 @@ def global_shape(layout_of_block: Layout, block: Sequence[int]) -> tuple[int, ..
     sizes = layout_of_block.axes.sizes
     if len(block) != layout_of_block.ndim:
         raise LayoutError(
-            f"a block of shape {tuple(block)} does not fit the layout {layout_of_block}.",
-            why=f"the block has {len(block)} dims and the layout has {layout_of_block.ndim}",
-            fix="pass a block with as many dims as the tensor",
+            f"A block of shape {tuple(block)} does not fit the layout {layout_of_block}.",
+            why=f"The block has {len(block)} dims and the layout has {layout_of_block.ndim}.",
+            fix="Pass a block with as many dims as the tensor.",
         )
     return tuple(
         size * math.prod(sizes[a] for f in dim for a in f.axes)

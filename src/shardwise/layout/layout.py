@@ -131,22 +131,22 @@ def _check_axes(axes: Axes, dims: tuple[Dim, ...], partial: tuple[tuple[int, str
     for a in used:
         if used.count(a) > 1:
             raise LayoutError(
-                f"axis {axes.names[a]} is used {used.count(a)} times.",
-                why="an axis splits one factor of one dim, or is partial, or replicates",
-                fix="use it once",
+                f"Axis {axes.names[a]} is used {used.count(a)} times.",
+                why="An axis splits one factor of one dim, or is partial, or replicates.",
+                fix="Use it once.",
             )
     ops = {op for _, op in partial}
     if unknown := ops - set(REDUCE_OPS):
         raise LayoutError(
             f"{sorted(unknown)} cannot be pending.",
-            why="the reduction is unknown",
-            fix=f"use one of {', '.join(REDUCE_OPS)}",
+            why="The reduction is unknown.",
+            fix=f"Use one of {', '.join(REDUCE_OPS)}.",
         )
     if len(ops) > 1 and ops != {"sum", "avg"}:
         raise LayoutError(
             f"Mixed Partial reduce types are not supported: {', '.join(sorted(ops))} on one tensor.",
-            why="these reductions do not commute, so the value would depend on their order",
-            fix="use one reduction for all Partial axes (sum and avg may be mixed)",
+            why="These reductions do not commute, so the value would depend on their order.",
+            fix="Use one reduction for all Partial axes (sum and avg may be mixed).",
         )
 
 
@@ -155,32 +155,32 @@ def _normalize(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placemen
     if not isinstance(placements, Sequence):
         raise TypeError(
             f"placements must be a sequence, got {placements!r}.\n"
-            f"  why: it has one placement for each axis of the mesh ({axes})\n"
+            f"  why: It has one placement for each axis of the mesh ({axes}).\n"
             f"  fix: placements=[{placements!r}]"
         )
     if len(placements) != len(axes):
         raise LayoutError(
             f"`placements` must have the same length as the mesh: {len(placements)} for {len(axes)} axes.",
-            why=f"each axis of the mesh ({axes}) needs one placement, got ({', '.join(map(str, placements))})",
-            fix="add Replicate() for the axes that should not split the tensor"
+            why=f"Each axis of the mesh ({axes}) needs one placement, got ({', '.join(map(str, placements))}).",
+            fix="Add Replicate() for the axes that should not split the tensor."
             if len(placements) < len(axes)
-            else f"pass {len(axes)} placements",
+            else f"Pass {len(axes)} placements.",
         )
     out: list[Placement] = []
     for a, p in enumerate(placements):
         if not isinstance(p, Shard | Replicate | Partial):
             raise TypeError(
-                f"axis {axes.names[a]} has {p!r} of {type(p).__module__} as its placement.\n"
-                "  why: a placement is Shard(dim), Replicate() or Partial(op) of shardwise\n"
+                f"Axis {axes.names[a]} has {p!r} of {type(p).__module__} as its placement.\n"
+                "  why: A placement is Shard(dim), Replicate() or Partial(op) of shardwise.\n"
                 "  fix: "
-                + (f"write {p.__name__}(…)" if isinstance(p, type) else "import them from shardwise")
+                + (f"Write {p.__name__}(…)." if isinstance(p, type) else "Import them from shardwise.")
             )
         if isinstance(p, Shard):
             if not -len(shape) <= p.dim < len(shape):
                 raise LayoutError(
                     f"Shard({p.dim}) on axis {axes.names[a]} is out of range for shape {shape}.",
-                    why=f"the tensor has {len(shape)} dims",
-                    fix=f"use a dim in {-len(shape)}..{len(shape) - 1}" if shape else "use Replicate()",
+                    why=f"The tensor has {len(shape)} dims.",
+                    fix=f"Use a dim in {-len(shape)}..{len(shape) - 1}." if shape else "Use Replicate().",
                 )
             p = Shard(p.dim % len(shape), p.order, p.factors, p.factor)
         out.append(p)
@@ -209,9 +209,9 @@ def _factor_sizes(size: int, d: int, axes: Axes, shards: Sequence[tuple[int, Sha
         return sizes
     on = ", ".join(f"{axes.names[a]}: {p}" for a, p in shards)
     raise LayoutError(
-        f"dim {d} of size {size} cannot be split as {on}.",
-        why="the axes of one dim must have the same factors"
+        f"Dim {d} of size {size} cannot be split as {on}.",
+        why="The axes of one dim must have the same factors."
         if not sizes
-        else f"the factors {sizes} do not multiply to {size}",
-        fix=f"pass the same factors=(…), with product {size}, to each of them",
+        else f"The factors {sizes} do not multiply to {size}.",
+        fix=f"Pass the same factors=(…), with product {size}, to each of them.",
     )

@@ -24,14 +24,14 @@ def parse_layout(text: str, axes: Axes) -> tuple[Layout, str]:
     """
     form = _FORM.fullmatch(text.strip())
     if form is None:
-        raise _invalid(text, "it is not of the form dtype[dim, dim, …] P(axis,op)")
+        raise _invalid(text, "It is not of the form dtype[dim, dim, …] P(axis,op).")
     parts = re.split(r",\s+", form["dims"].strip()) if form["dims"].strip() else []
     dims = [_parse_dim(part, axes, text) for part in parts]
     partial: dict[int, str] = {}
     for name, op in _PARTIAL.findall(form["partial"]):
         axis = axes.index(name.strip())
         if axis in partial:
-            raise _invalid(text, f"axis {axes.names[axis]} is partial twice")
+            raise _invalid(text, f"Axis {axes.names[axis]} is partial twice.")
         partial[axis] = Partial(op).reduce_op
     return Layout(axes, dims, partial), form["dtype"] or ""
 
@@ -41,10 +41,12 @@ def _parse_dim(part: str, axes: Axes, text: str) -> list[Factor]:
     for word in part.split() or [""]:
         size, colon, names = word.partition(":")
         if not size.isdecimal():
-            raise _invalid(text, f"{size!r} is not a size")
+            raise _invalid(text, f"{size!r} is not a size.")
         out.append(Factor(int(size), tuple(axes.index(n) for n in names.split(",")) if colon else ()))
     return out
 
 
 def _invalid(text: str, why: str) -> LayoutError:
-    return LayoutError(f"{text!r} is not a layout.", why=why, fix="write it like f32[8:dp, 4 6:tp] P(cp,sum)")
+    return LayoutError(
+        f"{text!r} is not a layout.", why=why, fix="Write it like f32[8:dp, 4 6:tp] P(cp,sum)."
+    )

@@ -54,8 +54,8 @@ class Shard(Placement):
         if self.factors and not 0 <= self.factor < len(self.factors):
             raise LayoutError(
                 f"{self} has a factor out of range.",
-                why=f"the dim has {len(self.factors)} factors, {self.factors}",
-                fix=f"use a factor in 0..{len(self.factors) - 1}",
+                why=f"The dim has {len(self.factors)} factors, {self.factors}.",
+                fix=f"Use a factor in 0..{len(self.factors) - 1}.",
             )
 
     def is_shard(self, dim: int | None = None) -> bool:
@@ -109,8 +109,8 @@ class Partial(Placement):
         if self.reduce_op not in REDUCE_OPS:
             raise LayoutError(
                 f"Partial({self.reduce_op!r}) is not a placement.",
-                why="the reduction is unknown",
-                fix=f"use one of {', '.join(REDUCE_OPS)}",
+                why="The reduction is unknown.",
+                fix=f"Use one of {', '.join(REDUCE_OPS)}.",
             )
 
     def is_partial(self, reduce_op: str | None = None) -> bool:

@@ -33,8 +33,8 @@ def view(layout: Layout, shape: Sequence[int]) -> Layout:
     if math.prod(shape) != math.prod(layout.shape):
         raise LayoutError(
             f"view{shape} of {layout} has another number of elements.",
-            why=f"the tensor has {math.prod(layout.shape)} elements and the shape has {math.prod(shape)}",
-            fix=f"use a shape of {math.prod(layout.shape)} elements",
+            why=f"The tensor has {math.prod(layout.shape)} elements and the shape has {math.prod(shape)}.",
+            fix=f"Use a shape of {math.prod(layout.shape)} elements.",
         )
     if shape == layout.shape:
         return layout
@@ -96,6 +96,6 @@ def _divides_blocks(layout: Layout, axis: int, shape: tuple[int, ...]) -> Layout
         sizes = " " + block_sizes_text(tuple(hi - lo for lo, hi in ranges))
     return LayoutError(
         f"view{shape} cannot keep {layout} on {names}.",
-        why=f"the dims of {shape} do not line up with {names}'s blocks{sizes}",
+        why=f"The dims of {shape} do not line up with {names}'s blocks{sizes}.",
         fix=f"x.redistribute({', '.join(f'{axes.names[a]}=Replicate()' for a in f.axes)}) first, or view before sharding",
     )

@@ -41,8 +41,8 @@ class BlockIndices:
         if (count := math.prod(self.full_shape)) > MAX_ELEMENTS:
             raise LayoutError(
                 f"Random numbers were requested for a tensor of shape {self.full_shape} with {count} elements.",
-                why="one call can number at most 2**49 elements",
-                fix="fill slices of the tensor in several calls: for part in x.split(rows): part.normal_()",
+                why="One call can number at most 2**49 elements.",
+                fix="Fill slices of the tensor in several calls: for part in x.split(rows): part.normal_().",
             )
         self.shape = tuple(len(i) for i in self.per_dim)
         self.numel = math.prod(self.shape)

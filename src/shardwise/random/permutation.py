@@ -37,8 +37,8 @@ def permutation(
     if not dtype.is_floating_point and n - 1 > torch.iinfo(dtype).max:
         raise LayoutError(
             f"A permutation of {n} integers was requested as {dtype}.",
-            why=f"the largest integer of {dtype} is {torch.iinfo(dtype).max}",
-            fix="pass dtype=torch.int64",
+            why=f"The largest integer of {dtype} is {torch.iinfo(dtype).max}.",
+            fix="Pass dtype=torch.int64.",
         )
     device = torch.device(device)
     if n <= _MAX_SORT:

@@ -75,8 +75,8 @@ def attempts_by_part(
     if 2 * math.prod(indices.full_shape) > MAX_ELEMENTS:
         raise LayoutError(
             f"Numbers by rejection were requested for a tensor of shape {indices.full_shape}.",
-            why="each element uses a Philox block of its own, and there are 2**48 of them",
-            fix="fill slices of the tensor in several calls: [torch.poisson(part) for part in rates.split(rows)]",
+            why="Each element uses a Philox block of its own, and there are 2**48 of them.",
+            fix="Fill slices of the tensor in several calls: [torch.poisson(part) for part in rates.split(rows)].",
         )
     flat = [tensor.reshape(-1) for tensor in parameters]
     device = parameters[0].device

@@ -71,8 +71,8 @@ class Stream:
         if state.dtype != torch.uint8 or state.numel() != 16:
             raise ValueError(
                 f"A tensor of {state.numel()} elements of {state.dtype} is no state of shardwise's stream.\n"
-                "  why: a state is 16 bytes of torch.uint8, the seed and the position\n"
-                "  fix: pass a result of shardwise.get_rng_state(), or call torch.set_rng_state for a state of torch"
+                "  why: A state is 16 bytes of torch.uint8, the seed and the position.\n"
+                "  fix: Pass a result of shardwise.get_rng_state(), or call torch.set_rng_state for a state of torch."
             )
         data = bytes(state.tolist())
         self.seed, position = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8))

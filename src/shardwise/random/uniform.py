@@ -48,8 +48,8 @@ def precision(dtype: torch.dtype, distribution: str) -> int:
         return PRECISION[dtype]
     raise LayoutError(
         f"{distribution} was called for a tensor of dtype {dtype}.",
-        why=f"{distribution} numbers are real, and the dtype is not a supported floating-point dtype",
-        fix=f"use one of {', '.join(map(str, PRECISION))}",
+        why=f"{distribution} numbers are real, and the dtype is not a supported floating-point dtype.",
+        fix=f"Use one of {', '.join(map(str, PRECISION))}.",
     )
 
 

@@ -30,7 +30,7 @@ def _parse(text: str) -> tuple[tuple[_Words, ...], tuple[_Words, ...]]:
     before, arrow, after = text.partition("->")
     if not arrow:
         raise LayoutError(
-            f"{text!r} is not a rule.", why="it has no ->", fix="write it like 'm k, k n -> m n'"
+            f"{text!r} is not a rule.", why="It has no ->.", fix="Write it like 'm k, k n -> m n'."
         )
     inputs, outputs = (tuple(tuple(s.split()) for s in side.split(",")) for side in (before, after))
     return inputs, outputs
@@ -107,8 +107,8 @@ def row(
         # the row of an op that returns nothing has nothing after the arrow
         computed = list(compress(outputs, call.wanted or (True,) * len(outputs))) if call.outputs else []
         if len(computed) != len(call.outputs):
-            why = f"the row has {len(computed)} of the call's {len(call.outputs)} outputs"
-            raise _misfit(text, call, why, "write the dims of each output after the arrow")
+            why = f"The row has {len(computed)} of the call's {len(call.outputs)} outputs."
+            raise _misfit(text, call, why, "Write the dims of each output after the arrow.")
         shapes, slots = [*call.shapes, *call.outputs], call.slots()
         pairs = [(words, slot) for words, here in zip(inputs, slots, strict=False) for slot in here]
         every = list(unsplit(shapes))
@@ -141,12 +141,12 @@ def _check_sizes(text: str, call: Call, letters: Sequence[Letters], sizes: Mappi
     for one, shape in zip(letters, [*call.shapes, *call.outputs], strict=True):
         for x, n in zip(one, shape, strict=True):
             if x is not None and n not in (1, sizes[x]):
-                why = f"{x} is a dim of size {n} and one of size {sizes[x]}"
+                why = f"{x} is a dim of size {n} and one of size {sizes[x]}."
                 raise _misfit(
-                    text, call, why, "use one letter per size, or ! for a dim that must not be split"
+                    text, call, why, "Use one letter per size, or ! for a dim that must not be split."
                 )
 
 
 def _misfit(text: str, call: Call, why: str, fix: str) -> LayoutError:
-    what = f"the row of {call.op}, {text!r}, does not fit {call.shapes} -> {call.outputs}."
+    what = f"The row of {call.op}, {text!r}, does not fit {call.shapes} -> {call.outputs}."
     return LayoutError(what, why=why, fix=fix)

@@ -60,7 +60,7 @@ def verify(op: Any, calls: Sequence[Sample] | None = None, *, examples: int = 8,
     if not _provers:
         raise RuntimeError(
             "shardwise.rules.verify cannot run ops.\n"
-            "  why: shardwise.rules knows ops by name only, and no function that runs them is registered\n"
+            "  why: shardwise.rules knows ops by name only, and no function that runs them is registered.\n"
             "  fix: import shardwise"
         )
     return _provers[0](op, calls, examples, seed)
