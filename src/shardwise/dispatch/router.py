@@ -8,7 +8,8 @@ import torch
 
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
-from shardwise.call.view_writeback import is_shared_with_inference, outside_inference
+from shardwise.call.writes import note_writes, watched
+from shardwise.call.moved_view import is_shared_with_inference, outside_inference
 from shardwise.comm import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
@@ -63,7 +64,11 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
         return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
     if run is None:  # outside the handler, so that errors of the call do not mention the cache
         run = _choose(entry, key, args, kwargs)[1]
-    return run(args, kwargs)
+    if not watched:
+        return run(args, kwargs)
+    result = run(args, kwargs)
+    note_writes(func, args, kwargs)
+    return result
 
 
 def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:

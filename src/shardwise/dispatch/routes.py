@@ -11,6 +11,7 @@ from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs
+from shardwise.call.moved_view import COMPUTED, remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
@@ -20,7 +21,6 @@ from shardwise.call.route import Route, Run
 from shardwise.call.submesh import common_submesh, run_on_submesh
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
-from shardwise.call.view_writeback import remember_base
 from shardwise.comm import coord_of
 from shardwise.dispatch.dry_run import FindRoute, dry_run
 from shardwise.dispatch.fast_path import direct_run
@@ -124,12 +124,8 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
             decomposition = _decomposition_route(call, find_route)
             if decomposition is not None and model.total(decomposition.plans or ()) < seconds:
                 best = decomposition
-    moves = resolution is None or bool(resolution.plans)
-    return (
-        _remembering_base(call, best)
-        if call.info.is_view and moves and _is_distributed(call.args[0])
-        else best
-    )
+    moves = (resolution is None or bool(resolution.plans)) and _is_distributed(call.args[0])
+    return _remembering_base(call, best) if call.info.is_view and (moves or func in COMPUTED) else best
 
 
 def _is_distributed(x: Any) -> bool:

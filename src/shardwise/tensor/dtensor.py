@@ -13,7 +13,7 @@ from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
-__all__ = ["DTensor", "Implementation", "implementation", "is_simulated_tensor", "local_slot"]
+__all__ = ["DTensor", "Implementation", "copy_block", "implementation", "is_simulated_tensor", "local_slot"]
 
 
 class Implementation:
@@ -240,18 +240,24 @@ class DTensor(torch.Tensor):
                 "  why: A copy has no place in the autograd graph that computed this tensor.\n"
                 "  fix: copy.deepcopy(x.detach())"
             )
-        local = self._local_tensor.detach()
-        local = (
-            PerRank({r: t.clone() for r, t in local._blocks.items()})
-            if isinstance(local, PerRank)
-            else local.clone()
-        )
-        copy = type(self)(local, self._spec, requires_grad=self.requires_grad)
+        copy = self._copy_blocks(memo)
+        copy.requires_grad_(self.requires_grad)
         copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
+
+    def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
+        """A tensor with copies of the blocks."""
+        return type(self)(copy_block(self._local_tensor, memo), self._spec)
+
+
+def copy_block(block: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of a block; blocks that share memory have copies that do, as far as they are copied with the same memo."""
+    if isinstance(block, PerRank):
+        return PerRank({r: t.detach().__deepcopy__(memo) for r, t in block._blocks.items()})
+    return block.detach().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
 
 
 local_slot: Any = DTensor._local_tensor

@@ -7,13 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 __all__ = [
+    "bump_versions",
     "disabled_torch_function",
     "is_parameter",
     "make_wrapper",
     "mark_parameter",
     "new_dtensor",
+    "storage_id",
     "version",
 ]
 
@@ -72,6 +75,32 @@ def version(x: Tensor) -> int:
     1
     """
     return x._version
+
+
+def bump_versions(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that tensors are written to: one that was saved for a backward pass can no longer be used there.
+
+    Raises for a tensor of inference mode outside of it, as torch does.
+
+    >>> x = torch.ones(1)
+    >>> before = version(x)
+    >>> bump_versions([x])
+    >>> version(x) - before
+    1
+    """
+    if torch.is_inference_mode_enabled():
+        tensors = [t for t in tensors if not t.is_inference()]
+    increment_version(tensors)
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that tensors have in common if they share memory, as long as one of them exists.
+
+    >>> x = torch.ones(2)
+    >>> storage_id(x) == storage_id(x[1:]), storage_id(x) == storage_id(x.clone())
+    (True, False)
+    """
+    return x.untyped_storage()._cdata
 
 
 def make_wrapper(
