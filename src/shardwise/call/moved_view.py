@@ -7,7 +7,7 @@ those in memory (`conj`), it is a `MovedView`: a function of its base, computed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from torch import Tensor
 from shardwise.call.arguments import tensors_in
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.op_call import OpCall
+from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
 from shardwise.call.writes import memory_of, note_write, shares_memory
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
 from shardwise.plan.settings import override_settings
-from shardwise.tensor.dtensor import DTensor, copy_block
+from shardwise.tensor.dtensor import DTensor, copy_block, local_slot
 from shardwise.tensor.implicit import announce, to_layout
 from shardwise.torch_internals.subclass import is_parameter
 
-__all__ = ["COMPUTED", "MovedView", "is_shared_with_inference", "outside_inference", "remember_base"]
+__all__ = ["COMPUTED", "MovedView", "mode_of_view", "remember_base"]
 
 aten = torch.ops.aten
 
@@ -65,7 +66,9 @@ class ViewSource:
 
     def set_block(self, result: Any) -> None:
         """Take the block of a result of `func`."""
-        self.block, self.seen = _slot(result), self.memory.state(self.root)
+        source = result._source
+        self.block = result._local_tensor if source is None else source.block
+        self.seen = self.memory.state(self.root)
 
     def read(self) -> Tensor:
         """The block, computed anew if the base was written to."""
@@ -83,6 +86,9 @@ class ViewSource:
         value = DTensor(self.block, self.spec)
         # the view is written already: refusing to communicate now would leave view and base different
         with torch.no_grad(), override_settings(implicit="allow"):
+            if base._source is not None and base._source.overlaps:
+                self._write_to_root(value)
+                return
             block = base._local_tensor
             if self.is_local:
                 map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
@@ -98,12 +104,37 @@ class ViewSource:
                 viewed = map_ranks(func, full, *args, **kwargs)
                 map_ranks(aten.copy_.default, viewed if number is None else viewed[number], gather(func, value))
                 write_back(func, base, full)
-        if isinstance(base, MovedView) and base._source is not None:
+        if base._source is not None:
             with held([base._source]):
                 base._source.write_back()
         else:
             note_write(self.root)
         self.seen = self.memory.state(self.root)
+
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements of the view, or of a view that it is a view of, are the same element of the base."""
+        return self.func in _OVERLAPPING or (self.base._source is not None and self.base._source.overlaps)
+
+    def _write_to_root(self, value: DTensor) -> None:
+        """Write only the elements of this view: those of its base may occur in it more than once."""
+        chain: list[ViewSource] = [self]
+        while (above := chain[-1].base._source) is not None:
+            chain.append(above)
+        root = chain[-1].base
+        full = gather(self.func, root)
+        view = full
+        for source in reversed(chain):
+            view = map_ranks(source.func, view, *source.args, **source.kwargs)
+            view = view if source.number is None else view[source.number]
+        map_ranks(aten.copy_.default, view, gather(self.func, value))
+        write_back(self.func, root, full)
+        note_write(self.root)
+        self.seen = self.memory.state(self.root)
+
+
+_OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
 
 
 @contextmanager
@@ -139,18 +170,23 @@ class MovedView(DTensor):
     tensor([1., 0., 0., 1.]) tensor([5., 5.])
     """
 
-    _source: ViewSource | None
-    __slots__ = ("_source",)
+    __slots__ = ()  # those of DTensor, so that swap_tensors can exchange them
+
+    @property
+    def _source(self) -> ViewSource | None:  # type: ignore[override]
+        """How the view is computed; None if it no longer is one, as after `x.data = y`."""
+        source = local_slot.__get__(self)
+        return source if isinstance(source, ViewSource) else None
 
     @property
     def _local_tensor(self) -> Tensor:
         """The block of this rank, computed anew if the base was written to."""
-        return _get_block(self) if self._source is None else self._source.read()  # type: ignore[no-any-return]
+        block: Tensor | ViewSource = local_slot.__get__(self)
+        return block.read() if isinstance(block, ViewSource) else block
 
     @_local_tensor.setter
-    def _local_tensor(self, block: Tensor) -> None:
-        _set_block(self, block)
-        self._source = None  # it is no longer a view, as after x.data = y
+    def _local_tensor(self, block: Tensor | ViewSource) -> None:
+        local_slot.__set__(self, block)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -158,16 +194,20 @@ class MovedView(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         info = op_info(func)
-        if torch.is_inference_mode_enabled() and info.is_view and is_shared_with_inference(args[0]):
-            with outside_inference():
+        if info.is_view and (mode := mode_of_view(args[0])) is not None:
+            with mode:
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         written = OpCall(func, args, kwargs).written if info.written else []
         written = [t for t in written if isinstance(t, MovedView) and t._source is not None]
+        if torch.Tag.inplace_view in info.tags:
+            written = []  # the shape changes, not the values
         if len(written) > 1 and (lists := _one_at_a_time(info, args)):
             # views in one list may overlap
             for some in lists:
                 func(*some, **kwargs)
             return None
+        if info.written:
+            check_overlap(OpCall(func, args, kwargs))
         for t in written:
             _announce_write(func, t)
         sources = [
@@ -176,8 +216,6 @@ class MovedView(DTensor):
             if isinstance(t, MovedView) and t._source is not None
         ]
         with held(sources):
-            if torch.Tag.inplace_view in info.tags and isinstance(args[0], MovedView):
-                return _change_shape(info, args[0], args, kwargs)
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if info.is_view:
             return remember_base(func, args, kwargs, result)
@@ -230,22 +268,17 @@ def rebuild_view(
     return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-_get_block: Any = DTensor._local_tensor.__get__
-_set_block: Any = DTensor._local_tensor.__set__
 
 
-def _slot(x: DTensor) -> Tensor:
-    return x._source.block if isinstance(x, MovedView) and x._source is not None else x._local_tensor
-
-
-def is_shared_with_inference(base: Any) -> bool:
-    """Whether a tensor was created outside inference mode: torch lets its views share its version counter."""
-    return isinstance(base, DTensor) and not base.is_inference()
+def mode_of_view(base: Any) -> AbstractContextManager[Any] | None:
+    """The mode to create a view in, if it is not the current one: a view is an inference tensor exactly if its base is."""
+    if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
+        return None
+    return torch.inference_mode() if base.is_inference() else _outside_inference()
 
 
 @contextmanager
-def outside_inference() -> Iterator[None]:
-    """Create normal tensors inside inference mode, without autograd."""
+def _outside_inference() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -268,21 +301,8 @@ def remember_base(
 
 def _view_of(source: ViewSource, spec: Spec) -> MovedView:
     out = MovedView(source.block, spec)
-    out._source = source
+    out._local_tensor = source  # type: ignore[assignment]
     return out  # type: ignore[return-value]
-
-
-def _change_shape(info: OpInfo, view: MovedView, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MovedView:
-    """Run `t_` and the like: the view becomes the out-of-place op's view of what it was."""
-    before = _view_of(view._source, view._spec) if view._source is not None else view  # type: ignore[arg-type]
-    if view._source is None:
-        before = DTensor(view._local_tensor, view._spec)
-    DTensor.__torch_dispatch__(info.func, (), args, kwargs)
-    source = ViewSource(before, info.out_of_place, args[1:], kwargs, None)
-    source.spec = view._spec
-    source.set_block(view)
-    view._source = source
-    return view
 
 
 def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:

@@ -15,6 +15,7 @@ from shardwise.call.moved_view import COMPUTED, remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
+from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, Run
@@ -108,7 +109,7 @@ def _results(call: OpCall, specs: Iterable[Spec]) -> tuple[Any, ...]:
 def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     """The cheapest of rule, alternative and decomposition; the fallback if there is none."""
     func, model = call.func, current_costs()
-    resolution = resolve(call)
+    resolution = None if call.info.is_composite_view else resolve(call)
     if resolution is None and is_composite(func):
         return Route("composite", lambda a, k: func.decompose(*a, **k), ())
     best = _fallback_route(call) if resolution is None else _rule_route(call, resolution)
@@ -199,6 +200,8 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
         run = resolving_lazy_bits(run)
+    if call.info.qualified_name in FORBIDS_ALIAS:
+        run = _checking_overlap(func, run)
     if current_settings().decisions.traced:
         run = traced(func, Route(route.kind, run, route.plans, route.outputs))
     return route, _checking_default_dtype(call, route, run, find_route)
@@ -209,6 +212,14 @@ def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) 
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compare_plain(func, OpCall(func, args, kwargs).tensors, positions, mesh)
+        return inner(args, kwargs)
+
+    return run
+
+
+def _checking_overlap(func: Any, inner: Run) -> Run:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_overlap(OpCall(func, args, kwargs))
         return inner(args, kwargs)
 
     return run

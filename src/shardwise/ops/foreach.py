@@ -79,8 +79,9 @@ def _bumping(inner: Run) -> Run:
     """The run of an op that writes to its first list: its wrappers have a new version, as plain tensors have."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = inner(args, kwargs)
         bump_versions(args[0])
-        return inner(args, kwargs)
+        return result
 
     return run
 
@@ -150,9 +151,9 @@ def run_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(i)
     groups = [[[a[i] for i in some] if a else a for a in args] for some in by_mesh.values()]
     with communication(func, [plan for lists in groups for plan in _fused_plans(lists, kwargs)]):
-        bump_versions([t for n, a in enumerate(args) if _is_written(n, kwargs) for t in a])
         for lists in groups:
             _run_fused_on_mesh(func, lists, kwargs)
+    bump_versions([t for n, a in enumerate(args) if _is_written(n, kwargs) for t in a])
 
 
 def _fused_targets(lists: list[list[Any]]) -> list[Layout | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class DTensor(torch.Tensor):
     _local_tensor: Tensor
     _spec: Spec
     __slots__ = ("_local_tensor", "_spec")
+    _source: Any = None
+    """How a view with memory of its own is computed; None for all other tensors."""
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
@@ -102,7 +105,16 @@ class DTensor(torch.Tensor):
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        self._local_tensor, self._spec = new._local_tensor, new._spec
+        self._adopt(new)
+
+    def _adopt(self, other: DTensor) -> None:
+        """Share the blocks of another tensor and take its layout."""
+        if other._source is None:
+            self._local_tensor = other._local_tensor
+        else:
+            self.__class__ = type(other)  # type: ignore[assignment]
+            self._local_tensor = other._source
+        self._spec = other._spec
 
     @staticmethod
     def from_local(
@@ -256,8 +268,8 @@ class DTensor(torch.Tensor):
 def copy_block(block: Tensor, memo: dict[int, Any]) -> Tensor:
     """A copy of a block; blocks that share memory have copies that do, as far as they are copied with the same memo."""
     if isinstance(block, PerRank):
-        return PerRank({r: t.detach().__deepcopy__(memo) for r, t in block._blocks.items()})
-    return block.detach().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
+        return PerRank({r: deepcopy(t.detach(), memo) for r, t in block._blocks.items()})
+    return deepcopy(block.detach(), memo)
 
 
 local_slot: Any = DTensor._local_tensor
@@ -267,6 +279,7 @@ local_slot: Any = DTensor._local_tensor
 def is_simulated_tensor(x: DTensor) -> bool:
     """Whether this process holds the blocks of all ranks; unlike reading the block, this waits for nothing."""
     try:
-        return isinstance(local_slot.__get__(x), PerRank)
+        block = local_slot.__get__(x) if x._source is None else x._source.block
+        return isinstance(block, PerRank)
     except AttributeError:  # the block of an asynchronous result, which only real ranks have
         return False

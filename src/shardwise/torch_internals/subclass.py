@@ -88,9 +88,14 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     >>> version(x) - before
     1
     """
-    if torch.is_inference_mode_enabled():
-        tensors = [t for t in tensors if not t.is_inference()]
-    increment_version(tensors)
+    normal = [t for t in tensors if not t.is_inference()]
+    if len(normal) < len(tensors) and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
+            "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
+            "  fix: write to x.clone(), or inside torch.inference_mode()."
+        )
+    increment_version(normal)
 
 
 def storage_id(x: Tensor) -> int:
