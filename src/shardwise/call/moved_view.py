@@ -222,6 +222,9 @@ class MovedView(DTensor):
         for t in written:
             if t._source is not None:
                 t._source.write_back()
+        if type(result) is DTensor and result.is_contiguous():
+            # blocks that moved may have other strides than the view, which ops preserve
+            result._local_tensor = map_ranks(torch.Tensor.contiguous, result._local_tensor)
         return result
 
     def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
