@@ -2,9 +2,13 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
+TORCH ?= 2.13.0
+TESTS ?=
+# Outside the repository: a CUDA build of torch takes 5.4 GB, and all checkouts can share it.
+TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep lint format bench sweep rules docs clean
+.PHONY: help demo test test-deep test-torch lint format bench sweep rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +27,18 @@ test: $(READY)  ## run the tests: pure, simulated, and on real processes
 
 test-deep: $(READY)  ## the same with many more drawn examples
 	SHARDWISE_DEEP=1 $(BIN)/python -m pytest
+
+# The sources come from PYTHONPATH, so that the environment belongs to no checkout. Only pyenv reads PYENV_VERSION: its python3.12
+# otherwise runs only where 3.12 is the selected version.
+$(TORCH_ENV)/.ready: requirements-dev.txt
+	PYENV_VERSION=$(patsubst python%,%,$(notdir $(PYTHON))) $(PYTHON) -m venv $(TORCH_ENV)
+	{ echo torch==$(TORCH); grep -v '^torch==' requirements-dev.txt; } > $(TORCH_ENV)/requirements.txt
+	$(TORCH_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH_ENV)/requirements.txt
+	@touch $@
+
+test-torch: $(TORCH_ENV)/.ready  ## run the tests on another torch and Python: TORCH=2.15.0 PYTHON=python3.12 TESTS=tests/comm
+	@$(TORCH_ENV)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version)'
+	PYTHONPATH=$(CURDIR)/src $(TORCH_ENV)/bin/python -m pytest $(TESTS)
 
 lint: $(READY)  ## format check, lint, types, and who may import whom
 	$(BIN)/ruff format --check .

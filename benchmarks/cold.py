@@ -1,8 +1,8 @@
-"""The first call of an op, with nothing cached: its rule, the choice of layouts, the plans, the recipe, and the run.
+"""The time of the first call of an op, with nothing cached: choosing the route, planning, compiling the recipe, running.
 
-On a fake process group of 256 ranks arranged in 1 to 4 axes, and of 16 and 4,096 ranks in 4 axes to show that their
-number does not count. Each repetition has sizes not seen before, so nothing that depends on a layout is known; process
-groups exist, as they do after the first step of any program. `--torch` adds torch's DTensor, which takes minutes.
+On a fake process group of 256 ranks in 1 to 4 axes, and of 16 and 4,096 ranks in 4 axes to show that the number of ranks
+does not matter. Each repetition uses new sizes, so nothing that depends on a layout is cached; process groups exist, as
+they do after the first step of any program. `--torch` adds torch's DTensor, which takes minutes.
 """
 
 import argparse
@@ -24,27 +24,27 @@ LIMIT = 5.0  # ms
 MESHES = {16: [(2, 2, 2, 2)], 256: [(256,), (16, 16), (4, 8, 8), (4, 4, 4, 4)], 4096: [(8, 8, 8, 8)]}
 
 
-def cases(lib: Any, mesh: Any, size: int) -> dict[str, Callable[[], Any]]:
-    """The ops, on tensors of which every axis splits something, by turns one dim and another."""
+def calls(lib: Any, mesh: Any, size: int) -> dict[str, Callable[[], Any]]:
+    """The ops, on tensors in which the even mesh axes have one placement and the odd ones another."""
     sizes = tuple(mesh.shape)
     even, odd = math.prod(sizes[::2]), math.prod(sizes[1::2])
-    shard, whole = lib.Shard, lib.Replicate()
+    shard, replicate = lib.Shard, lib.Replicate()
 
-    def put(shape: tuple[int, ...], first: Any, second: Any, integers: bool = False) -> Any:
-        places = [(first, second)[i % 2] for i in range(len(sizes))]
+    def distribute(shape: tuple[int, ...], first: Any, second: Any, integers: bool = False) -> Any:
+        placements = [(first, second)[i % 2] for i in range(len(sizes))]
         block = list(shape)
-        for n, place in zip(sizes, places, strict=True):
-            if place.is_shard():
-                block[place.dim] //= n
+        for n, placement in zip(sizes, placements, strict=True):
+            if placement.is_shard():
+                block[placement.dim] //= n
         local = torch.zeros(block, dtype=torch.int64) if integers else torch.randn(block)
-        return lib.DTensor.from_local(local, mesh, places, run_check=False)
+        return lib.DTensor.from_local(local, mesh, placements, run_check=False)
 
     rows = even * odd * size
-    a, b = put((rows, 8), shard(0), whole), put((rows, 8), whole, shard(0))
-    w, k = put((8, rows), whole, shard(1)), put((8, rows), shard(1), shard(1))
-    x, g = put((rows, 4, 8), shard(0), shard(0)), put((8,), whole, whole)
-    q, v = (put((even * size, odd * 2, 2, 8), shard(0), second) for second in (shard(1), whole))
-    ids = put((rows, 2), whole, shard(0), integers=True)
+    a, b = distribute((rows, 8), shard(0), replicate), distribute((rows, 8), replicate, shard(0))
+    w, k = distribute((8, rows), replicate, shard(1)), distribute((8, rows), shard(1), shard(1))
+    x, g = distribute((rows, 4, 8), shard(0), shard(0)), distribute((8,), replicate, replicate)
+    q, v = (distribute((even * size, odd * 2, 2, 8), shard(0), second) for second in (shard(1), replicate))
+    ids = distribute((rows, 2), replicate, shard(0), integers=True)
     return {
         "mm": lambda: a @ w,
         "mm, contracted": lambda: k @ b,
@@ -57,19 +57,20 @@ def cases(lib: Any, mesh: Any, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def timed(lib: Any, mesh: Any, repeat: int) -> dict[str, float]:
-    """The best of several first calls, in ms."""
+    """The shortest of several first calls, in ms."""
     best: dict[str, float] = {}
     for number in range(repeat + 1):
-        for name, call in cases(lib, mesh, number + 2).items():
+        for name, call in calls(lib, mesh, number + 2).items():
             start = time.perf_counter()
             call()
-            taken = (time.perf_counter() - start) * 1e3
-            if number:  # the first one makes process groups
-                best[name] = min(best.get(name, math.inf), taken)
+            ms = (time.perf_counter() - start) * 1e3
+            if number:  # the first one creates process groups
+                best[name] = min(best.get(name, math.inf), ms)
     return best
 
 
 def main() -> None:
+    """Time all ops on all meshes; exit with 1 if one takes longer than the limit."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--torch", action="store_true", help="also time torch's DTensor, up to 2 axes")
@@ -85,8 +86,8 @@ def main() -> None:
             torchs = timed(theirs, mesh, 1) if options.torch and len(shape) < 3 else {}
             worst = max(worst, *mine.values())
             for name, ms in mine.items():
-                beside = f"  torch {torchs[name]:8.1f}" if name in torchs else ""
-                print(f"{world:5} ranks {'x'.join(map(str, shape)):9} {name:15} {ms:6.2f} ms{beside}")
+                torch_time = f"  torch {torchs[name]:8.1f}" if name in torchs else ""
+                print(f"{world:5} ranks {'x'.join(map(str, shape)):9} {name:15} {ms:6.2f} ms{torch_time}")
         dist.destroy_process_group()
     print(f"\nworst {worst:.2f} ms; the limit is {LIMIT:.0f}")
     sys.exit(worst > LIMIT)

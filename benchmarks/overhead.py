@@ -1,8 +1,7 @@
-"""What a cached op costs beyond the op itself, next to torch's DTensor.
+"""The overhead of a cached op, relative to that of torch's DTensor.
 
-For each op the extra time over the same op on a plain tensor of the block's shape, ours divided by torch's; the three
-are interleaved in one run and each is the best of several. No op here communicates, so one process on a fake group
-is enough.
+The overhead is the time beyond that of the same op on a plain tensor of the block's shape. The three are interleaved in one
+run, and each is the best of several. No op here communicates, so one process on a fake group is enough.
 """
 
 import argparse
@@ -23,31 +22,31 @@ MESHES = ((2,), (2, 2))
 
 
 def cases(lib: Any, mesh: Any, grad: bool) -> dict[str, Callable[[], Any]]:
-    """The ops, on tensors of one library, or on plain ones where it is None."""
+    """The ops on tensors of a library, or on plain tensors if it is None."""
 
-    def put(t: torch.Tensor, kind: str) -> Any:
+    def distribute(t: torch.Tensor, kind: str) -> Any:
         if lib is None:
             return t.clone().requires_grad_(grad and t.is_floating_point())
         first = {"S0": lib.Shard(0), "S1": lib.Shard(1), "R": lib.Replicate(), "P": lib.Partial()}[kind]
-        places = [first] + [lib.Replicate()] * (mesh.ndim - 1)
-        x = lib.DTensor.from_local(t.clone(), mesh, places)
+        placements = [first] + [lib.Replicate()] * (mesh.ndim - 1)
+        x = lib.DTensor.from_local(t.clone(), mesh, placements)
         return x.detach().requires_grad_(grad and t.is_floating_point())
 
-    a, b = put(torch.randn(8, 16), "S0"), put(torch.randn(8, 16), "S0")
-    w, v = put(torch.randn(16, 16), "R"), put(torch.randn(16), "R")
-    x3 = put(torch.randn(4, 8, 16), "S0")
-    p = put(torch.randn(8, 16), "P")
-    mask = put(torch.rand(8, 16) > 0.5, "S0")
+    a, b = distribute(torch.randn(8, 16), "S0"), distribute(torch.randn(8, 16), "S0")
+    w, v = distribute(torch.randn(16, 16), "R"), distribute(torch.randn(16), "R")
+    x3 = distribute(torch.randn(4, 8, 16), "S0")
+    p = distribute(torch.randn(8, 16), "P")
+    mask = distribute(torch.rand(8, 16) > 0.5, "S0")
     plain = a.detach().clone()
     local = torch.randn(8, 16, requires_grad=grad)
-    params = [put(torch.randn(8, 16), "S0").detach().requires_grad_() for _ in range(4)]
+    params = [distribute(torch.randn(8, 16), "S0").detach().requires_grad_() for _ in range(4)]
     for q in params:
-        q.grad = put(torch.randn(8, 16), "S0").detach()
+        q.grad = distribute(torch.randn(8, 16), "S0").detach()
     optimizer = torch.optim.AdamW(params, foreach=True)
-    placed = None if lib is None else [lib.Shard(0)] + [lib.Replicate()] * (mesh.ndim - 1)
+    split = None if lib is None else [lib.Shard(0)] + [lib.Replicate()] * (mesh.ndim - 1)
 
     def round_trip() -> Any:
-        return local * 1 if lib is None else lib.DTensor.from_local(local, mesh, placed).to_local()
+        return local * 1 if lib is None else lib.DTensor.from_local(local, mesh, split).to_local()
 
     return {
         "add": lambda: a + b,
@@ -88,7 +87,7 @@ def cases(lib: Any, mesh: Any, grad: bool) -> dict[str, Callable[[], Any]]:
     }
 
 
-def best(fn: Callable[[], Any], number: int) -> float:
+def seconds_per_call(fn: Callable[[], Any], number: int) -> float:
     start = time.perf_counter()
     for _ in range(number):
         fn()
@@ -96,6 +95,7 @@ def best(fn: Callable[[], Any], number: int) -> float:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--number", type=int, default=200)
@@ -120,9 +120,9 @@ def main() -> None:
                 number = options.number // (10 if "step" in name else 1)
                 try:
                     for fn in fns:
-                        best(fn, 3)
+                        seconds_per_call(fn, 3)
                     with torch.set_grad_enabled(grad):
-                        runs = [[best(fn, number) for fn in fns] for _ in range(options.repeat)]
+                        runs = [[seconds_per_call(fn, number) for fn in fns] for _ in range(options.repeat)]
                 except Exception as error:
                     print(f"{name:22}{shape!s:8}{grad!s:6} {type(error).__name__}: {str(error)[:150]}")
                     continue

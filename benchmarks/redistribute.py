@@ -1,7 +1,7 @@
-"""Redistribution next to torch's: collectives and bytes of every pair of layouts, and the time to plan one.
+"""Redistribution compared with torch's: collectives and bytes of every pair of layouts, and the planning time.
 
-Bytes and collectives are exact. Torch's were measured by running it (`tests.plan.torch_reference`); ours are
-the plans', which tests hold equal to what is really sent.
+Bytes and collectives are exact. Those of torch were counted by running it (`tests.plan.torch_reference`); ours are those
+of the plans, which tests compare with the bytes that are sent.
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""A training step of a tensor-parallel transformer on 2 real processes: ours, torch's DTensor, and code written by hand.
+"""A training step of a tensor-parallel transformer on 2 real processes: ours, torch's DTensor, and hand-written code.
 
-Four blocks of attention and MLP, forward and backward. By hand: plain tensors with one all-reduce after each pair of
-products in each direction. The DTensor programs are one text for both libraries: weights lie split, activations are
-brought back to Replicate where the hand-written code reduces. The three take turns; each time is the best of several.
+Four blocks of attention and MLP, forward and backward. The hand-written code has plain tensors and one all-reduce after each
+pair of matrix products, in each direction. The DTensor program is the same for both libraries: weights are split, and
+activations are replicated where the hand-written code reduces. The three are interleaved; each time is the best of several.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Weights = list[dict[str, Tensor]]
 
 
 def weights(width: int) -> Weights:
-    """What each rank knows at first: the whole of each weight."""
+    """The full weights, the same on every rank."""
     torch.manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -46,11 +46,11 @@ SPLIT = {
     "up": 0,
     "o": 1,
     "down": 1,
-}  # by rows, so that heads are apart, then by columns
+}  # column-parallel, so that each rank has its own heads, then row-parallel
 
 
-class Enter(torch.autograd.Function):
-    """What comes from all ranks alike: its gradient is the sum of theirs."""
+class SumGradients(torch.autograd.Function):
+    """Identity on a replicated tensor; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ class Enter(torch.autograd.Function):
         return total
 
 
-class Leave(torch.autograd.Function):
-    """Parts become their sum, on all ranks alike."""
+class SumValues(torch.autograd.Function):
+    """The sum over the ranks; its gradient is replicated already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -81,38 +81,38 @@ def block(
     x: Any,
     w: dict[str, Any],
     heads: int,
-    enter: Callable[..., Any],
-    leave: Callable[..., Any],
+    sum_gradients: Callable[..., Any],
+    sum_values: Callable[..., Any],
 ) -> Any:
-    """One layer; `heads` are those that a view is to make, on this rank or in all."""
+    """One layer; `heads` is the number of heads in `x`: those of this rank for blocks, all of them for DTensors."""
     batch, length, _ = x.shape
 
-    def apart(t: Any) -> Any:
+    def split_heads(t: Any) -> Any:
         return t.view(batch, length, heads, -1).transpose(1, 2)
 
-    h = enter(layer_norm(x, x.shape[-1:], w["n1"]))
-    # written out: torch's DTensor has no strategy for the backward of attention on a CPU
-    q, k, v = (apart(linear(h, w[name])) for name in ("q", "k", "v"))
+    h = sum_gradients(layer_norm(x, x.shape[-1:], w["n1"]))
+    # decomposed: torch's DTensor has no strategy for the backward pass of attention on CPU
+    q, k, v = (split_heads(linear(h, w[name])) for name in ("q", "k", "v"))
     mixed = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
-    x = x + leave(linear(mixed.transpose(1, 2).reshape(batch, length, -1), w["o"]))
-    h = enter(layer_norm(x, x.shape[-1:], w["n2"]))
-    return x + leave(linear(gelu(linear(h, w["up"])), w["down"]))
+    x = x + sum_values(linear(mixed.transpose(1, 2).reshape(batch, length, -1), w["o"]))
+    h = sum_gradients(layer_norm(x, x.shape[-1:], w["n2"]))
+    return x + sum_values(linear(gelu(linear(h, w["up"])), w["down"]))
 
 
-def by_hand(x: Tensor, whole: Weights, heads: int) -> Callable[[], Tensor]:
+def by_hand(x: Tensor, full: Weights, heads: int) -> Callable[[], Tensor]:
     rank = dist.get_rank()
-    mine = [
+    local = [
         {
             n: (t.chunk(RANKS, SPLIT[n])[rank] if n in SPLIT else t).clone().requires_grad_()
             for n, t in w.items()
         }
-        for w in whole
+        for w in full
     ]
 
     def step() -> Tensor:
         y = x
-        for w in mine:
-            y = block(y, w, heads // RANKS, Enter.apply, Leave.apply)
+        for w in local:
+            y = block(y, w, heads // RANKS, SumGradients.apply, SumValues.apply)
         loss = y.square().mean()
         loss.backward()
         return loss.detach()
@@ -120,24 +120,24 @@ def by_hand(x: Tensor, whole: Weights, heads: int) -> Callable[[], Tensor]:
     return step
 
 
-def with_dtensors(lib: Any, x: Tensor, whole: Weights, heads: int) -> Callable[[], Tensor]:
+def with_dtensors(lib: Any, x: Tensor, full: Weights, heads: int) -> Callable[[], Tensor]:
     mesh = lib.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    everywhere = [lib.Replicate()]
-    laid = [
+    replicated = [lib.Replicate()]
+    distributed = [
         {
             n: lib.distribute_tensor(
-                t, mesh, [lib.Shard(SPLIT[n])] if n in SPLIT else everywhere
+                t, mesh, [lib.Shard(SPLIT[n])] if n in SPLIT else replicated
             ).requires_grad_()
             for n, t in w.items()
         }
-        for w in whole
+        for w in full
     ]
-    start = lib.distribute_tensor(x, mesh, everywhere)
+    start = lib.distribute_tensor(x, mesh, replicated)
 
     def step() -> Tensor:
         y = start
-        for w in laid:
-            y = block(y, w, heads, lambda h: h, lambda part: part.redistribute(placements=everywhere))
+        for w in distributed:
+            y = block(y, w, heads, lambda h: h, lambda part: part.redistribute(placements=replicated))
         loss = y.square().mean()
         loss.backward()
         return loss.full_tensor().detach()
@@ -146,28 +146,29 @@ def with_dtensors(lib: Any, x: Tensor, whole: Weights, heads: int) -> Callable[[
 
 
 def measure(width: int, length: int, batch: int, repeat: int) -> tuple[list[float], list[float]]:
-    """Seconds per step and the loss, of each of the three."""
+    """Seconds per step and the loss, for each of the three."""
     torch.set_num_threads(1)
-    whole, heads = weights(width), 8
+    full, heads = weights(width), 8
     torch.manual_seed(1)
     x = torch.randn(batch, length, width)
     steps = [
-        by_hand(x, whole, heads),
-        with_dtensors(theirs, x, whole, heads),
-        with_dtensors(ours, x, whole, heads),
+        by_hand(x, full, heads),
+        with_dtensors(theirs, x, full, heads),
+        with_dtensors(ours, x, full, heads),
     ]
     losses = [float(step()) for step in steps]
     best = [math.inf] * len(steps)
     for _ in range(repeat):
         for i, step in enumerate(steps):
             dist.barrier()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             step()
-            best[i] = min(best[i], time.perf_counter() - begin)
+            best[i] = min(best[i], time.perf_counter() - start)
     return best, losses
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=30)
     options = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
             hand, torchs, mine = (max(r[0][i] for r in results) * 1e3 for i in range(3))
             for _, losses in results:
                 if not torch.allclose(torch.tensor(losses), torch.tensor(losses[0]).expand(3), rtol=1e-4):
-                    raise RuntimeError(f"the three do not agree: losses {losses}")
+                    raise RuntimeError(f"the three programs have different losses: {losses}")
             print(
                 f"{width:>6}{length * batch:>8}{hand:>12.2f}{torchs:>10.2f}{mine:>9.2f}{torchs / hand:>13.2f}{mine / hand:>12.2f}"
             )

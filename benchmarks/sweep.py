@@ -1,4 +1,4 @@
-"""Every op of torch's own `op_db` on drawn layouts, results and gradients against dense, op by op.
+"""Every op of torch's `op_db` on random layouts: results and gradients compared with the dense ones.
 
 python -m benchmarks.sweep                       everything, on all cores (hours)
 python -m benchmarks.sweep --samples 3           at most three samples of each op and dtype
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from tests.op_db.excluded import excluded
-from tests.op_db.judge import DTYPES, KINDS, OPS, Tally, sweep_op
+from tests.op_db.sweep import DTYPES, KINDS, OPS, Tally, sweep_op
 from tests.op_db.verdict import Verdict
 
 
-def quiet() -> None:
-    """No word of what is looked at anyway."""
+def silence() -> None:
+    """Turn off warnings and logs, which the report contains anyway."""
     warnings.filterwarnings("ignore")
     logging.getLogger("shardwise").setLevel(logging.ERROR)
 
@@ -40,62 +40,62 @@ Job = tuple[str, str, int | None, str, int | None]
 
 def _worker(pipe: Any) -> None:
     torch.set_num_threads(1)
-    quiet()
+    silence()
     while (job := pipe.recv()) is not None:
         pipe.send(sweep_op(*job))
 
 
 def run_all(jobs: list[Job], processes: int) -> Iterator[Tally]:
-    """The tallies of jobs, as they are done, in processes of their own: one that crashes is an error of its op."""
-    start = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    """Yield the tally of each job when it is finished. Jobs run in worker processes; a crash counts as an error of the op."""
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     waiting, busy = list(reversed(jobs)), {}
 
-    def hire(pipe: Any = None) -> None:
+    def assign(pipe: Any = None) -> None:
         if not waiting:
             if pipe is not None:
                 pipe.send(None)
             return
         if pipe is None:
-            pipe, theirs = start.Pipe()
-            start.Process(target=_worker, args=(theirs,), daemon=True).start()
-            theirs.close()
+            pipe, worker_end = context.Pipe()
+            context.Process(target=_worker, args=(worker_end,), daemon=True).start()
+            worker_end.close()
         busy[pipe] = waiting.pop()
         pipe.send(busy[pipe])
 
     for _ in range(processes):
-        hire()
+        assign()
     while busy:
         for pipe in multiprocessing.connection.wait(list(busy)):
             op, dtype, *_ = busy.pop(pipe)
             try:
                 yield pipe.recv()
-                hire(pipe)
+                assign(pipe)
             except EOFError:
                 crash = Tally(op, dtype)
                 crash.add(-1, Verdict("error", "the process crashed"))
                 yield crash
-                hire()
+                assign()
 
 
 def _row(op: str, tallies: list[Tally]) -> str:
     kinds = sum((t.kinds for t in tallies), Counter[str]())
     routes = sum((t.routes for t in tallies), Counter[str]())
     counts = " ".join(f"{kinds[k]:7}" for k in KINDS) + " |" + "".join(f" {routes[r]:7}" for r in _ROUTES)
-    return f"{op:52} {counts} {'cheaper exists' if any(t.cheaper for t in tallies) else ''}".rstrip()
+    return f"{op:52} {counts} {'missed a split' if any(t.missed_splits for t in tallies) else ''}".rstrip()
 
 
 _ROUTES = ("rule", "alternative", "fallback")
 
 
 def report(tallies: list[Tally]) -> int:
-    """Print the tables; the number of ops that are not right."""
+    """Print the tables; return the number of ops that failed."""
     by_op: dict[str, list[Tally]] = collections.defaultdict(list)
     for t in tallies:
         by_op[t.op].append(t)
     print(f"{'op':52} " + " ".join(f"{k:>7}" for k in KINDS) + " |" + "".join(f" {r:>7}" for r in _ROUTES))
     for op in sorted(by_op):
         print(_row(op, by_op[op]))
-    print("\nnot right, or right but for rounding; again with --only OP --dtype DTYPE --number N:")
+    print("\nfailed, or equal up to rounding; to repeat one: --only =OP --dtype DTYPE --number N")
     for t in sorted(tallies, key=lambda t: (t.op, t.dtype)):
         for kind, number, why in t.whys:
             if kind != "skipped":
@@ -108,35 +108,38 @@ def report(tallies: list[Tally]) -> int:
     print("\nskipped:")
     for (op, why), count in sorted(skips.items()):
         print(f"{op:52} {count:4} {why}")
-    print("\ngathered by the fallback though a split could have stayed:")
-    last = {op: dict(c for t in ts for c in t.cheaper.items()) for op, ts in by_op.items()}
-    for op, found in sorted(last.items()):
+    print("\ngathered by the fallback although a split could have been kept:")
+    missed = {op: dict(c for t in ts for c in t.missed_splits.items()) for op, ts in by_op.items()}
+    for op, found in sorted(missed.items()):
         for aten, how in found.items():
             print(f"{op:52} {aten}: {how}")
-    print(f"\n{'dtype':10} {'ops':>5} {'all right':>9} " + " ".join(f"{k:>7}" for k in KINDS))
+    print(f"\n{'dtype':10} {'ops':>5} {'passed':>9} " + " ".join(f"{k:>7}" for k in KINDS))
     bad: set[str] = set()
     for dtype in DTYPES:
         mine = [t for t in tallies if t.dtype == dtype]
-        fine = [t for t in mine if not (t.kinds["wrong"] or t.kinds["error"])]
-        bad |= {t.op for t in mine} - {t.op for t in fine}
+        passed = [t for t in mine if not (t.kinds["wrong"] or t.kinds["error"])]
+        bad |= {t.op for t in mine} - {t.op for t in passed}
         kinds = sum((t.kinds for t in mine), Counter[str]())
-        print(f"{dtype:10} {len(mine):5} {len(fine):9} " + " ".join(f"{kinds[k]:7}" for k in KINDS))
-    count = sum(1 for found in last.values() if found)
+        print(f"{dtype:10} {len(mine):5} {len(passed):9} " + " ".join(f"{kinds[k]:7}" for k in KINDS))
+    count = sum(1 for found in missed.values() if found)
     print(
-        f"{len(by_op)} ops, {len(bad)} of them not right, {count} gathered by the fallback though a split could have stayed"
+        f"{len(by_op)} ops, {len(bad)} of them failed, {count} gathered by the fallback although a split could have been kept"
     )
     return len(bad)
 
 
 def main() -> None:
+    """Run the jobs that the options select and print the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="ops with this in their name; =NAME for exactly one")
-    parser.add_argument("--samples", type=int, default=None, help="at most so many per op and dtype")
-    parser.add_argument("--number", type=int, default=None, help="only the sample of this number")
-    parser.add_argument("--dtype", default=",".join(DTYPES), help="dtypes, with commas between")
-    parser.add_argument("--seed", default="0", help="what layouts are drawn from")
+    parser.add_argument(
+        "--samples", type=int, default=None, help="the largest number of samples per op and dtype"
+    )
+    parser.add_argument("--number", type=int, default=None, help="only the sample with this number")
+    parser.add_argument("--dtype", default=",".join(DTYPES), help="dtypes, separated by commas")
+    parser.add_argument("--seed", default="0", help="seed of the random layouts")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th op, from the i-th")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
@@ -150,15 +153,15 @@ def main() -> None:
         if getattr(torch, dtype) in OPS[op].supported_dtypes("cpu")
     ]
     start, tallies = time.perf_counter(), []
-    random.Random(0).shuffle(jobs)  # so that what was done when it is stopped is a fair sample
+    random.Random(0).shuffle(jobs)  # a sweep that is stopped has covered a fair sample
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for done, tally in enumerate(run_all(jobs, options.jobs), 1):
             tallies.append(tally)
             for kind, number, why in tally.whys:
                 if kind in ("wrong", "error"):
-                    at = f"{done}/{len(jobs)}"
-                    print(f"{at} {kind} {tally.op} {tally.dtype} {number}: {why}", file=sys.stderr)
+                    progress = f"{done}/{len(jobs)}"
+                    print(f"{progress} {kind} {tally.op} {tally.dtype} {number}: {why}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"stopped after {len(tallies)} of {len(jobs)} ops and dtypes")
     bad = report(tallies)

@@ -1,6 +1,6 @@
-"""Spread a matrix over 4 processes, walk it through layouts, and see who holds what and what it takes.
+"""Redistribute a matrix over 4 processes through several layouts; print the blocks of each rank and the bytes sent.
 
-python -m examples.walk          4 processes started from here
+python -m examples.walk          starts 4 processes
 torchrun --nproc-per-node 4 -m examples.walk
 """
 
@@ -23,10 +23,10 @@ MESH = (2, 2)
 WALK: list[tuple[str, tuple[str, str]]] = [
     ("rows over both axes, 10 rows on 4 ranks", ("S0", "S0")),
     ("rows on dp, columns on tp", ("S0", "S1")),
-    ("columns on dp, rows on tp: two blocks change places", ("S1", "S0")),
-    ("columns on dp, whole on tp", ("S1", "R")),
-    ("the other way round", ("R", "S1")),
-    ("whole everywhere", ("R", "R")),
+    ("columns on dp, rows on tp: two ranks swap blocks", ("S1", "S0")),
+    ("columns on dp, replicated on tp", ("S1", "R")),
+    ("replicated on dp, columns on tp", ("R", "S1")),
+    ("replicated", ("R", "R")),
 ]
 COLOURS = (44, 42, 45, 46)
 
@@ -38,7 +38,7 @@ def placements(tokens: tuple[str, ...]) -> list[sw.Placement]:
 
 
 def walk() -> tuple[list[tuple[int, Fraction]], bool]:
-    """What every rank does: go from layout to layout, counting what it sends, and check the end."""
+    """On each rank: redistribute from layout to layout, count what is sent, and check the values."""
     mesh = sw.init_device_mesh("cpu", MESH, mesh_dim_names=("dp", "tp"))
     matrix = torch.arange(60.0).view(SHAPE)
     x = sw.distribute_tensor(matrix, mesh, placements(WALK[0][1]))
@@ -47,7 +47,7 @@ def walk() -> tuple[list[tuple[int, Fraction]], bool]:
         with counting() as ledger:
             x = x.redistribute(placements=placements(tokens))
         sent.append((ledger.collectives, ledger.bytes))
-    # a sum that is still pending goes home scattered, in one step
+    # a pending sum is reduced and split in one step
     parts = sw.DTensor.from_local(matrix * (dist.get_rank() + 1), mesh, placements(("P", "P")))
     with counting() as ledger:
         y = parts.redistribute(placements=placements(("S0", "S1")))
@@ -60,8 +60,8 @@ def paint(text: str, rank: int) -> str:
     return f"\x1b[97;{COLOURS[rank % 4]}m{text}\x1b[0m"
 
 
-def told(collectives: int, sent: int) -> str:
-    """A count and bytes in words."""
+def describe(collectives: int, sent: int) -> str:
+    """The number of collectives and of bytes."""
     return f"{collectives} collective{'s' * (collectives != 1)}, {sent:,} B"
 
 
@@ -72,22 +72,22 @@ def show(
     torch_sent: Traffic | None,
     sent: tuple[int, int],
 ) -> None:
-    """One stop of the walk: the plan, the bytes next to torch's, and the picture."""
+    """Print one redistribution: the plan, the bytes next to torch's, and a picture of the target."""
     axes = Axes(MESH, ("dp", "tp"))
     a, b = (sw.Layout.of(SHAPE, axes, placements(tokens)) for tokens in (source, target))
     print(f"\n{title}")
     for step in sw.plan_redistribute(a, b, 4).steps:
         print(f"  {step}")
-    theirs = "cannot" if torch_sent is None else told(torch_sent.collectives, torch_sent.bytes)
-    print(f"  sent: {told(*sent)}      torch: {theirs}")
+    theirs = "not supported" if torch_sent is None else describe(torch_sent.collectives, torch_sent.bytes)
+    print(f"  sent: {describe(*sent)}      torch: {theirs}")
     print(picture(b, paint=paint if sys.stdout.isatty() or "FORCE_COLOR" in os.environ else None))
 
 
 def main() -> None:
-    """Run the walk on 4 processes and tell the story here."""
+    """Run `walk` on 4 processes and print what was sent."""
     start = time.perf_counter()
     results = sw.launch(walk, 4)
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if (dist.is_initialized() and dist.get_rank()) or int(os.environ.get("RANK", 0)):
         return
     axes = Axes(MESH, ("dp", "tp"))
@@ -96,7 +96,7 @@ def main() -> None:
     print(picture(first, paint=paint if sys.stdout.isatty() or "FORCE_COLOR" in os.environ else None))
     stops = [
         *((title, WALK[i][1], tokens) for i, (title, tokens) in enumerate(WALK[1:])),
-        ("a pending sum of all ranks' parts, reduced and cut in one step", ("P", "P"), ("S0", "S1")),
+        ("a pending sum over all ranks, reduced and split in one step", ("P", "P"), ("S0", "S1")),
     ]
     ours, torchs = [0, 0], [0, 0]
     for i, (title, source, target) in enumerate(stops):
@@ -106,11 +106,13 @@ def main() -> None:
         ours = [ours[0] + sent[0], ours[1] + sent[1]]
         if reference is not None:
             torchs = [torchs[0] + reference.collectives, torchs[1] + reference.bytes]
-    right = "equal to" if all(ok for _, ok in results) else "DIFFERENT from"
-    print(f"\nAfter the walk the matrix is {right} the one we started with, on every rank ({took:.1f} s).")
+    outcome = "equal to" if all(ok for _, ok in results) else "DIFFERENT from"
     print(
-        f"In all: {ours[0]} collectives and {ours[1]:,} B; torch.distributed.tensor takes "
-        f"{torchs[0]} and {torchs[1]:,} B for the same."
+        f"\nAfter the last step the matrix is {outcome} the one we started with, on every rank ({seconds:.1f} s)."
+    )
+    print(
+        f"Total: {ours[0]} collectives and {ours[1]:,} B; torch.distributed.tensor uses "
+        f"{torchs[0]} and {torchs[1]:,} B."
     )
     if not all(ok for _, ok in results):
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""A function on DTensors in given layouts against the same on dense tensors, with what it sent."""
+"""Comparison of a function on DTensors in given layouts with the same function on dense tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,26 +14,26 @@ from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 AXES = ("dp", "tp")
 
 
-def placed(text: str) -> tuple[Placement, ...]:
-    """Placements of several axes in short: `0` is Shard(0), `R` Replicate, `P` a pending sum.
+def parse_placements(text: str) -> tuple[Placement, ...]:
+    """Parse placements: `0` is Shard(0), `R` is Replicate, `P` is a pending sum.
 
-    >>> placed("0 P")
+    >>> parse_placements("0 P")
     (Shard(dim=0), Partial(sum))
     """
     short = {"R": Replicate(), "P": Partial()}
     return tuple(short[w] if w in short else Shard(int(w)) for w in text.split())
 
 
-def agrees(
+def compare(
     fn: Callable[..., Any],
     inputs: Sequence[Tensor | None],
-    lies: Sequence[str],
+    placements: Sequence[str],
     mesh: Sequence[int] = (4,),
     *,
     grad: bool = True,
     tol: float = 1e-9,
 ) -> Any:
-    """Run it both ways, compare results and gradients, and return the ledger of what was sent."""
+    """Compare results and gradients with the dense ones, and return the ledger of what was sent."""
     dense = [_leaf(t, grad) for t in inputs]
     want = _flat(fn(*dense))
     wanted = _gradients(want, dense, lambda w, _: w) if grad else []
@@ -42,18 +42,20 @@ def agrees(
         world *= n
     with sw.simulate(world):
         on = sw.init_device_mesh("cpu", tuple(mesh), mesh_dim_names=AXES[: len(mesh)])
-        mine = []
-        for i, (t, text) in enumerate(zip(inputs, lies, strict=True)):
+        distributed = []
+        for i, (t, text) in enumerate(zip(inputs, placements, strict=True)):
             if t is None:
-                mine.append(None)
+                distributed.append(None)
                 continue
-            layout = Layout.of(t.shape, axes_of(on), placed(text))
+            layout = Layout.of(t.shape, axes_of(on), parse_placements(text))
             x = tensor(t.detach(), layout, on, seed=i)
-            mine.append(x.requires_grad_(grad and t.dtype.is_floating_point))
+            distributed.append(x.requires_grad_(grad and t.dtype.is_floating_point))
         with counting() as ledger:
-            got = _flat(fn(*mine))
+            got = _flat(fn(*distributed))
             grads = (
-                _gradients(got, mine, lambda w, x: tensor(w, x.sharding.with_partial({}), on)) if grad else []
+                _gradients(got, distributed, lambda w, x: tensor(w, x.sharding.with_partial({}), on))
+                if grad
+                else []
             )
         for g, w in zip([*got, *grads], [*want, *wanted], strict=True):
             assert (g is None) == (w is None)
@@ -70,25 +72,26 @@ def _flat(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _gradients(results: list[Any], inputs: list[Any], lie: Callable[..., Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of the inputs, from results in which every element counts differently."""
+def _gradients(
+    results: list[Any], inputs: list[Any], distribute: Callable[..., Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of the inputs; every element of the results has another weight."""
     found = [r for r in results if r.requires_grad]
-    pulls = [lie((torch.arange(r.numel()) + 1).cos().view(r.shape).to(r.dtype), r) for r in found]
+    weights = [distribute((torch.arange(r.numel()) + 1).cos().view(r.shape).to(r.dtype), r) for r in found]
     leaves = [t for t in inputs if t is not None and t.requires_grad]
-    return torch.autograd.grad(found, leaves, pulls, allow_unused=True)
+    return torch.autograd.grad(found, leaves, weights, allow_unused=True)
 
 
 def _close(got: Any, want: Tensor, tol: float) -> None:
     assert isinstance(got, sw.DTensor)
     assert got.shape == want.shape
     assert got.dtype == want.dtype
-    whole = got.full_tensor()
-    for r in whole.ranks:
+    for r in got.full_tensor().ranks:
         torch.testing.assert_close(r, want.detach(), rtol=tol, atol=tol, equal_nan=True)
     blocks = got.to_local()
-    assert all(b.dtype == want.dtype for b in blocks.ranks), "a block has another dtype than its spec"
+    assert all(b.dtype == want.dtype for b in blocks.ranks), "the dtype of a block differs from its spec"
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Numbers of both signs."""
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normally distributed values."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

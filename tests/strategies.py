@@ -1,7 +1,7 @@
-"""The vocabulary of the property tests: meshes' axes, shapes, placements and layouts, easy and odd ones alike.
+"""Hypothesis strategies for mesh axes, shapes, placements and layouts, with all corner cases.
 
-Odd means: axes of size 1, dims of size 0 and 1, cuts that are uneven or leave ranks empty, several axes on a
-dim in any order, dims of several factors, and reductions still pending on some axes.
+These are: axes of size 1, dims of size 0 and 1, uneven splits and empty blocks, several axes on a dim in any order, dims
+of several factors, and pending reductions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from shardwise.layout import REDUCE_OPS, Axes, Factor, Layout, Partial, Placement, Replicate, Shard
 
 many = settings(max_examples=3 * settings.default.max_examples)
-"""For laws about layouts alone: they are cheap to check, and what is odd about layouts comes in combinations."""
+"""For properties of layouts alone, which are cheap to check and fail for combinations of corner cases."""
 
 NAMES = ("dp", "tp", "cp", "pp", "ep_2", "x")
 
 Draw = st.DrawFn
 Writing = list[list[Factor]]
-"""The dims of a layout as somebody might write them, which need not be the canonical way."""
+"""The dims of a layout in any of the equivalent ways to write them, not only the canonical one."""
 
 
 @st.composite
@@ -48,9 +48,9 @@ def shapes(draw: Draw, *, max_dims: int = 4, min_size: int = 0, max_size: int = 
     return tuple(draw(size) for _ in range(ndim))
 
 
-def _often(these: Sequence[int], *, seldom: Sequence[int]) -> st.SearchStrategy[int]:
-    # Left to itself Hypothesis likes 0 and 1 so well that most layouts would be of nothing over nobody.
-    return st.sampled_from([*these, *these, *these, *seldom] if len(these) < 5 else [*these, *seldom])
+def _often(common: Sequence[int], *, seldom: Sequence[int]) -> st.SearchStrategy[int]:
+    # Hypothesis prefers 0 and 1, so by default most tensors would be empty and most meshes have one rank.
+    return st.sampled_from([*common, *common, *common, *seldom] if len(common) < 5 else [*common, *seldom])
 
 
 def divisors(n: int) -> list[int]:
@@ -71,20 +71,20 @@ def factorings(draw: Draw, n: int) -> tuple[int, ...]:
 
 
 def pending(count: int) -> st.SearchStrategy[list[str]]:
-    """The ops of `count` Partial axes of one tensor: all the same, or sum and avg together."""
+    """The reductions of `count` Partial axes of one tensor: all the same, or sum and avg mixed."""
     same = st.sampled_from(REDUCE_OPS).map(lambda op: [op] * count)
     return same | st.lists(st.sampled_from(["sum", "avg"]), min_size=count, max_size=count)
 
 
 @st.composite
 def placements(draw: Draw, axes: Axes, ndim: int, *, partial: bool = True) -> tuple[Placement, ...]:
-    """A plain placement for each axis, as one would write it for torch; dims from the front or the back."""
+    """A placement for each axis in torch's form; dims count from the front or the back."""
     ops = draw(pending(len(axes)))
     out: list[Placement] = []
     for op in ops:
         kinds: list[Placement] = [Replicate()]
         if ndim:
-            # twice: sharded axes are what most laws are about
+            # twice, since most properties are about sharded axes
             kinds += [Shard(draw(st.integers(-ndim, ndim - 1)))] * 2
         out.append(draw(st.sampled_from([*kinds, Partial(op)] if partial else kinds)))
     return tuple(out)
@@ -92,13 +92,13 @@ def placements(draw: Draw, axes: Axes, ndim: int, *, partial: bool = True) -> tu
 
 @st.composite
 def writings(draw: Draw, axes: Axes, shape: Sequence[int]) -> Writing:
-    """Dims as any factors, cut by any of the axes in any order, in any way a layout can be written."""
+    """Dims of any factors, split by any of the axes in any order, in any equivalent form."""
     dims = [[(size, []) for size in draw(factorings(n))] for n in shape]
     factors = [factor for dim in dims for factor in dim]
     for axis in draw(st.permutations(range(len(axes)))):
         if factors and draw(st.integers(0, 3)):
             draw(st.sampled_from(factors))[1].append(axis)
-    return [[Factor(size, tuple(cutting)) for size, cutting in dim] for dim in dims]
+    return [[Factor(size, tuple(splitting)) for size, splitting in dim] for dim in dims]
 
 
 @st.composite
@@ -110,20 +110,20 @@ def layouts(
     partial: bool = True,
     plain: bool = False,
 ) -> Layout:
-    """Layouts of any kind: over the axes and the shape given, or any; `plain` ones are as torch can say them."""
+    """Layouts over the given or any axes and shape; `plain` ones are those that torch's placements can express."""
     axes = draw(_any_axes()) if axes is None else axes
     shape = draw(shapes()) if shape is None else tuple(shape)
     if plain:
         return Layout.of(shape, axes, draw(placements(axes, len(shape), partial=partial)))
     dims = draw(writings(axes, shape))
     free = sorted(set(range(len(axes))) - {a for dim in dims for f in dim for a in f.axes})
-    waiting = [a for a in free if partial and draw(st.booleans())]
-    return Layout(axes, dims, dict(zip(waiting, draw(pending(len(waiting))), strict=True)))
+    pending_axes = [a for a in free if partial and draw(st.booleans())]
+    return Layout(axes, dims, dict(zip(pending_axes, draw(pending(len(pending_axes))), strict=True)))
 
 
 @st.composite
 def regroupings(draw: Draw, shape: Sequence[int]) -> tuple[int, ...]:
-    """Another shape over the same elements: neighbours merged, dims split, ones put in, or all of it anew."""
+    """Another shape of the same number of elements: dims merged or split, ones inserted, or an unrelated shape."""
     if 0 in shape:
         return tuple(draw(st.permutations([0, *draw(shapes(max_dims=3))])))
     if draw(st.integers(0, 3)) == 0:
@@ -144,7 +144,7 @@ def coords(axes: Axes) -> Iterator[tuple[int, ...]]:
 
 
 def counting(shape: Sequence[int]) -> np.ndarray:
-    """A dense array whose elements tell their place."""
+    """A dense array whose elements are their row-major indices."""
     return np.arange(math.prod(shape)).reshape(tuple(shape))
 
 
@@ -155,12 +155,12 @@ def block_of(dense: np.ndarray, owned: Sequence[Sequence[int]]) -> np.ndarray:
     return dense
 
 
-def cut_by_hand(
+def owned_by_definition(
     writing: Sequence[Sequence[Factor]], axes: Axes, coord: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The indices of each dim that a coord owns: factor by factor, axis by axis, in slices of numpy.
+    """The indices of each dim that a coord owns: factor by factor, axis by axis, by slicing NumPy arrays.
 
-    This is the meaning of a writing in its plainest words; it knows nothing of canonical forms.
+    This is the definition of a layout, and does not use canonical forms.
     """
     out = []
     for dim in writing:
@@ -195,10 +195,10 @@ def every_writing(axes: Axes, shape: Sequence[int]) -> Iterator[Writing]:
         flat = [size for dim in sizes for size in dim]
         for count in range(len(axes) + 1):
             for order in itertools.permutations(range(len(axes)), count):
-                for places in itertools.combinations_with_replacement(range(len(flat)), count):
-                    cutting = [
-                        tuple(a for a, p in zip(order, places, strict=True) if p == i)
+                for positions in itertools.combinations_with_replacement(range(len(flat)), count):
+                    splitting = [
+                        tuple(a for a, p in zip(order, positions, strict=True) if p == i)
                         for i in range(len(flat))
                     ]
-                    factors = iter(map(Factor, flat, cutting))
+                    factors = iter(map(Factor, flat, splitting))
                     yield [[next(factors) for _ in dim] for dim in sizes]

@@ -12,7 +12,7 @@ from shardwise.call.trace import trace_calls
 from shardwise.comm import counting
 from shardwise.debug import CommDebugMode
 from shardwise.plan.settings import current_settings, override_settings
-from shardwise.tensor import implicit_replication
+from shardwise.tensor.policy import implicit_replication
 
 CONTEXTS = {
     "implicit error": lambda: sw.policy(implicit="error"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwise.comm.launch import Workers
+from shardwise.torch_internals.releases import torch_release
 
 TORCH, OURS = "torch.distributed.tensor", "shardwise"
 
@@ -79,6 +80,22 @@ for kind in ("zeros", "ones", "full"):
         """,
     )
 
+if torch_release() >= (2, 14):
+    program(
+        "linspace and logspace, even and uneven",  # of values that are exact in every order of computation
+        """
+        from torch.distributed.tensor import linspace, logspace
+        mesh, half = line(), square()
+        out = []
+        for n in (1, 4, 6, 9):
+            for p in (Shard(0), R):
+                out.append(seen(linspace(0, 2 * n - 2, n, device_mesh=mesh, placements=[p])))
+                out.append(seen(linspace(n - 1, 0, n, dtype=torch.float64, device_mesh=mesh, placements=[p])))
+                out.append(seen(logspace(0, n - 1, n, 2, requires_grad=True, device_mesh=mesh, placements=[p])))
+            out.append(seen(linspace(start=0, end=n - 1, steps=n, device_mesh=half, placements=[R, Shard(0)])))
+        return out
+        """,
+    )
 program(
     "sizes in every spelling",
     """

@@ -11,20 +11,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.tensor.test_redistribute import USES, bits_of, single_elements, wire_size
-from tests.values import EVERY, REDUCED, same_bits, some_layout, take, tensor, value, whole_of, wide
+from tests.values import DTYPES, REDUCTIONS, dense_tensor, random_layout, same_bits, take, tensor, value, wide
 
 import shardwise as sw
 from shardwise import DTensor, Partial, PerRank, Replicate, Shard, plan_redistribute, simulate
-from shardwise.comm import (
-    axes_of,
-    coord_of,
-    counting,
-    group_of,
-    is_simulated,
-    members_of,
-    peers_of,
-    siblings_of,
-)
+from shardwise.comm import axes_of, coord_of, counting, is_simulated, members_of, siblings_of
+from shardwise.comm.mesh import group_of, peers_of
 from shardwise.layout import Axes, Layout, block_offset, owned
 from shardwise.tensor.async_tensor import AsyncDTensor
 
@@ -105,13 +97,13 @@ class Case:
     seed: int
 
     def whole(self):
-        return whole_of(self.source.shape, self.dtype, self.seed)
+        return dense_tensor(self.source.shape, self.dtype, self.seed)
 
     def tensor(self, mesh):
         return tensor(self.whole(), self.source, mesh, self.seed)
 
 
-def drawn(on, count, seed, dtypes=tuple(REDUCED)):
+def drawn(on, count, seed, dtypes=tuple(REDUCTIONS)):
     """Cases on a mesh of these axes, the same for the same seed."""
     rng = random.Random(seed)
     out = []
@@ -120,8 +112,8 @@ def drawn(on, count, seed, dtypes=tuple(REDUCED)):
             rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 12, 13]) for _ in range(rng.choice([0, 1, 2, 2, 3]))
         ]
         dtype = rng.choice(dtypes)
-        ops = sorted(REDUCED[dtype])
-        source, target = (some_layout(rng, on, shape, ops) for _ in range(2))
+        ops = sorted(REDUCTIONS[dtype])
+        source, target = (random_layout(rng, on, shape, ops) for _ in range(2))
         out.append(Case(source, target, dtype, number))
     return out
 
@@ -179,8 +171,8 @@ def moved_bits(name, cases):
 def test_every_dtype_moves_bit_by_bit(workers, name):
     on, members, _ = facts(name)
     rng = random.Random(2)
-    pairs = [[some_layout(rng, on, (5, 7)) for _ in range(2)] for _ in range(8)]
-    cases = [Case(a, b, dtype, i) for i, (a, b) in enumerate(pairs) for dtype in EVERY]
+    pairs = [[random_layout(rng, on, (5, 7)) for _ in range(2)] for _ in range(8)]
+    cases = [Case(a, b, dtype, i) for i, (a, b) in enumerate(pairs) for dtype in DTYPES]
     real = workers.run(moved_bits, name, cases)
     for number, case in enumerate(cases):
         whole = bits_of(case.dtype, (5, 7), case.seed)
@@ -189,7 +181,7 @@ def test_every_dtype_moves_bit_by_bit(workers, name):
 
 
 def moved_singles():
-    return [single_elements(mesh_of("(4,)"), dtype) for dtype in EVERY]
+    return [single_elements(mesh_of("(4,)"), dtype) for dtype in DTYPES]
 
 
 def test_single_elements_keep_every_bit_whatever_their_stride(workers):
@@ -259,7 +251,7 @@ def test_r48_copies_are_the_same_in_every_bit(workers, name):
     cases = []
     while len(cases) < 60:
         shape = rng.choice([(64,), (13, 7), (5, 3), (8, 8)])
-        source, target = some_layout(rng, on, shape, ["sum", "avg"]), some_layout(rng, on, shape)
+        source, target = random_layout(rng, on, shape, ["sum", "avg"]), random_layout(rng, on, shape)
         if source.partial:
             cases.append((source, target, rng.choice([torch.float32, torch.bfloat16, torch.float16])))
     real = workers.run(sums, name, cases)
@@ -353,7 +345,7 @@ def gradients(name, cases):
     mesh, out = mesh_of(name), []
     here = is_simulated() or coord_of(mesh) is not None
     for case in cases:
-        w = whole_of(case.source.shape, torch.float64, case.seed + 1) + 0.5 if here else 1.0
+        w = dense_tensor(case.source.shape, torch.float64, case.seed + 1) + 0.5 if here else 1.0
         x = case.tensor(mesh).requires_grad_()
         y = x.redistribute(placements=case.target.placements, async_op=bool(case.seed % 2))
         (grad,) = torch.autograd.grad((y.full_tensor() ** 3 * w).sum(), x, create_graph=True)
@@ -379,7 +371,7 @@ def test_gradients(workers, name):
     assert len(cases) > 30
     for number, case in enumerate(cases):
         whole = case.whole().requires_grad_()
-        w = whole_of(whole.shape, torch.float64, case.seed + 1) + 0.5
+        w = dense_tensor(whole.shape, torch.float64, case.seed + 1) + 0.5
         (grad,) = torch.autograd.grad((whole**3 * w).sum(), whole, create_graph=True)
         (grad**2).sum().backward()
         lie = case.source.with_partial({})

@@ -1,8 +1,8 @@
-"""Tensors of a known value: blocks for any layout, made by hand, and the value of blocks, read by hand.
+"""Reference conversions between dense tensors and blocks in any layout.
 
-Nothing here goes through a plan or a collective, so both are the measure for what does. Pending parts differ
-from rank to rank and change sign. All numbers are small integers, or small powers of two of them, so that each
-way to reduce them gives the same bits in every dtype.
+They use neither plans nor collectives, so that tests can compare these with them. Partial values differ between ranks and
+in sign. All values are small integers, or those times small powers of two, so that every order of reduction gives the
+same bits in every dtype.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
 
-EVERY = (*_REAL, torch.bool, *_SIGNED, *_UNSIGNED, *_COMPLEX, *_EIGHT_BITS, torch.float8_e8m0fnu)
+DTYPES = (*_REAL, torch.bool, *_SIGNED, *_UNSIGNED, *_COMPLEX, *_EIGHT_BITS, torch.float8_e8m0fnu)
 """All dtypes that a block may have."""
 
 _ORDERED = frozenset({"max", "min"})
 _WHOLE = _ORDERED | {"sum", "product"}
 
-REDUCED: dict[torch.dtype, frozenset[str]] = {
+REDUCTIONS: dict[torch.dtype, frozenset[str]] = {
     **dict.fromkeys(_REAL, _WHOLE | {"avg"}),
     **dict.fromkeys((*_SIGNED, *_UNSIGNED, torch.bool), _WHOLE),
     **dict.fromkeys(_COMPLEX, frozenset({"sum", "avg"})),
-    # others of eight bits are too coarse for sums of a dozen integers
+    # the other 8-bit dtypes are too coarse for sums of a dozen integers
     **dict.fromkeys(_EIGHT_BITS, _ORDERED),
     torch.float8_e4m3fn: _WHOLE,
 }
-"""The dtypes that can be pending, with the ops of which the numbers here are exact."""
+"""The dtypes that support pending reductions, each with the reductions that are exact on the values used here."""
 
 
 def dtypes_for(*layouts: Layout) -> list[torch.dtype]:
-    """The dtypes that a tensor may have that is to lie in each of these layouts."""
+    """The dtypes that support the pending reductions of all these layouts."""
     ops = {op for layout in layouts for _, op in layout.partial}
-    return [dtype for dtype in EVERY if not ops or ops <= REDUCED.get(dtype, frozenset())]
+    return [dtype for dtype in DTYPES if not ops or ops <= REDUCTIONS.get(dtype, frozenset())]
 
 
 def wide(t: Tensor) -> Tensor:
-    """The same values in a dtype that everything can be done in."""
+    """The same values in the widest dtype of the kind, which supports all ops."""
     if t.dtype is torch.bool:
         return t
     if t.dtype.is_complex:
@@ -61,15 +61,15 @@ def wide(t: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same: dtype, shape, and each bit of each element."""
+    """Whether two tensors have the same dtype and shape, and are bitwise equal."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     flat = [t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(*flat)
 
 
-def whole_of(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """A dense tensor of small numbers of both signs, where the dtype has them."""
+def dense_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """A dense tensor of small integers, of both signs if the dtype has them."""
     rng = torch.Generator().manual_seed(seed)
 
     def numbers(low: int, high: int) -> Tensor:
@@ -85,10 +85,10 @@ def whole_of(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def take(whole: Tensor, indices: Iterable[Sequence[int]]) -> Tensor:
-    """The block of a dense tensor at the given indices of each dim, in memory of its own."""
+    """A copy of the block of a dense tensor at the given indices of each dim."""
     bits = _as_integers(whole)  # not every dtype can be indexed
-    for d, some in enumerate(indices):
-        bits = bits.index_select(d, torch.tensor(list(some), dtype=torch.int64))
+    for d, selected in enumerate(indices):
+        bits = bits.index_select(d, torch.tensor(list(selected), dtype=torch.int64))
     return bits.view(whole.dtype).clone()
 
 
@@ -99,20 +99,22 @@ def _as_integers(t: Tensor) -> Tensor:
 
 
 def parts(whole: Tensor, layout: Layout, seed: int = 0) -> dict[Coord, Tensor]:
-    """A block for each coord: of the whole, or of parts that reduce to it."""
+    """A block for each coord: of the dense tensor, or of partial values that reduce to it."""
     on, pending = layout.axes, [a for a, _ in layout.partial]
-    some = _parts(whole, [op for _, op in layout.partial], on.sizes_of(pending), seed)
-    return {c: take(some[tuple(c[a] for a in pending)], owned(layout, c)) for c in coords(on)}
+    terms = _partial_values(whole, [op for _, op in layout.partial], on.sizes_of(pending), seed)
+    return {c: take(terms[tuple(c[a] for a in pending)], owned(layout, c)) for c in coords(on)}
 
 
-def _parts(whole: Tensor, ops: list[str], sizes: tuple[int, ...], seed: int) -> dict[Coord, Tensor]:
-    """For each coord on the pending axes, a part of the whole."""
+def _partial_values(whole: Tensor, ops: list[str], sizes: tuple[int, ...], seed: int) -> dict[Coord, Tensor]:
+    """For each coord on the pending axes, a dense tensor; reducing them all gives `whole`."""
     at = list(itertools.product(*map(range, sizes)))
     if not ops:
         return {(): whole}
     rng = torch.Generator().manual_seed(seed + 1)
     full, dtype = wide(whole), whole.dtype
-    last = torch.randint(0, len(at), whole.shape, generator=rng)  # who makes up for the others, by element
+    last = torch.randint(
+        0, len(at), whole.shape, generator=rng
+    )  # for each element, the coord whose term makes the result right
     exact = dtype.is_floating_point and dtype.itemsize > 1
 
     def noise(low: int, high: int) -> Tensor:
@@ -120,7 +122,7 @@ def _parts(whole: Tensor, ops: list[str], sizes: tuple[int, ...], seed: int) -> 
         return n.to(full.dtype)
 
     def other() -> Tensor:
-        """What a part may be that does not make up for the others."""
+        """A random term."""
         match ops[0], dtype is torch.bool:
             case ("sum" | "max", True):
                 return full & noise(0, 2)
@@ -146,20 +148,19 @@ def _parts(whole: Tensor, ops: list[str], sizes: tuple[int, ...], seed: int) -> 
             case ("sum" | "avg", _):
                 mine = full * mean - sum(rest)
             case _:
-                mine = full / math.prod(rest) if exact else full * math.prod(rest)  # of signs alone
-        # the others' parts at an element stay as they are only where they do not make up for it themselves
+                mine = full / math.prod(rest) if exact else full * math.prod(rest)  # all terms are 1 or -1
         out[i] = torch.where(last == i, mine, part)
     return {c: part.to(dtype) for c, part in zip(at, out, strict=True)}
 
 
 def value(blocks: Mapping[Coord, Tensor], layout: Layout) -> Tensor:
-    """The dense tensor that blocks stand for, in a wide dtype; copies must be the same in every bit."""
+    """The dense tensor that blocks represent, in a wide dtype; replicated blocks must be bitwise equal."""
     on, pending = layout.axes, dict(layout.partial)
     free = [a for a in range(len(on)) if a not in layout.sharded and a not in pending]
     for c, block in blocks.items():
         assert tuple(block.shape) == block_shape(layout, c)
         first = tuple(0 if a in free else i for a, i in enumerate(c))
-        assert same_bits(block, blocks[first]), f"the copies at {first} and {c} differ"
+        assert same_bits(block, blocks[first]), f"the replicated blocks at {first} and {c} differ"
     dense, first = {}, next(iter(blocks.values()))
     for at in itertools.product(*(range(on.sizes[a]) for a in pending)):
         here = dict(zip(pending, at, strict=True))
@@ -192,13 +193,13 @@ def _reduced(dense: list[Tensor], pending: Mapping[int, str], on: Axes) -> Tenso
 
 
 def tensor(whole: Tensor, layout: Layout, mesh: DeviceMesh, seed: int = 0) -> DTensor:
-    """A DTensor of this value in this layout; on real processes and in a simulation alike."""
+    """A DTensor of this value in this layout, on real processes or in a simulation."""
     blocks, members = parts(whole, layout, seed), members_of(mesh)
 
-    def mine(rank: int) -> Tensor:
+    def block(rank: int) -> Tensor:
         return blocks[members[rank]] if rank in members else whole.new_empty(0)
 
-    return DTensor.from_local(per_rank(mine), mesh, layout.placements, shape=layout.shape)
+    return DTensor.from_local(per_rank(block), mesh, layout.placements, shape=layout.shape)
 
 
 def blocks_of(x: DTensor | Tensor, mesh: DeviceMesh) -> dict[Coord, Tensor]:
@@ -208,9 +209,9 @@ def blocks_of(x: DTensor | Tensor, mesh: DeviceMesh) -> dict[Coord, Tensor]:
     return {c: local.of_rank(r) for r, c in members_of(mesh).items()}
 
 
-def some_layout(rng: random.Random, axes: Axes, shape: Sequence[int], ops: Sequence[str] = ()) -> Layout:
-    """Any layout, as `strategies.layouts` draws them, but by a seed; pending by one of `ops`, if any."""
-    dims = [[(size, []) for size in _factoring(rng, n)] for n in shape]
+def random_layout(rng: random.Random, axes: Axes, shape: Sequence[int], ops: Sequence[str] = ()) -> Layout:
+    """A random layout of any kind, like `strategies.layouts`; pending reductions use one of `ops`."""
+    dims = [[(size, []) for size in _random_factors(rng, n)] for n in shape]
     factors = [factor for dim in dims for factor in dim]
     op = rng.choice(list(ops)) if ops else ""
     pending = {}
@@ -220,10 +221,10 @@ def some_layout(rng: random.Random, axes: Axes, shape: Sequence[int], ops: Seque
             rng.choice(factors)[1].append(axis)
         elif kind < 0.8 and op:
             pending[axis] = rng.choice(["sum", "avg"]) if op == "avg" else op
-    return Layout(axes, [[Factor(n, tuple(cutting)) for n, cutting in dim] for dim in dims], pending)
+    return Layout(axes, [[Factor(n, tuple(splitting)) for n, splitting in dim] for dim in dims], pending)
 
 
-def _factoring(rng: random.Random, n: int) -> list[int]:
+def _random_factors(rng: random.Random, n: int) -> list[int]:
     out = []
     while n > 1 and rng.random() < 0.4:
         out.append(rng.choice(divisors(n)))

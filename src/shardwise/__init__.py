@@ -6,23 +6,11 @@ those of `torch.distributed.tensor`, so a program moves over by changing its imp
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.api import (
-    arange,
-    compute_local_shape_and_global_offset,
-    distribute_tensor,
-    empty,
-    eye,
-    full,
-    linspace,
-    logspace,
-    ones,
-    rand,
-    randint,
-    randn,
-    randperm,
-    register_sharding,
-    zeros,
-)
+from shardwise.api.distribute import distribute_tensor
+from shardwise.api.factories import arange, empty, eye, full, linspace, logspace, ones, zeros
+from shardwise.api.geometry import compute_local_shape_and_global_offset
+from shardwise.api.random_factories import rand, randint, randn, randperm
+from shardwise.api.register_sharding import register_sharding
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.comm.measure import measure_costs as _measure_costs
 from shardwise.dispatch import dispatch as _dispatch
@@ -32,17 +20,10 @@ from shardwise.ops import one_device
 from shardwise.plan import CostModel, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by
-from shardwise.tensor import (
-    CommunicationError,
-    DTensor,
-    MeshError,
-    PlainTensorError,
-    fork_rng,
-    get_rng_state,
-    manual_seed,
-    policy,
-    set_rng_state,
-)
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.errors import CommunicationError, MeshError, PlainTensorError
+from shardwise.tensor.policy import policy
+from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.torch_internals.tracing import never_compile as _never_compile
 from shardwise.verify import prove as _prove
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.dense import agrees, drawn
+from tests.dense import compare, randn
 
 NAN = float("nan")
 CASES = {
@@ -26,8 +26,8 @@ VALUES = {
     "infinities": torch.tensor([[-math.inf] * 9, [math.inf] * 9], dtype=torch.float64),
     "integers": torch.tensor([[-128, 127, 3, 127, -128, 0, 1, 2, 3]] * 2, dtype=torch.int8),
     "bools": torch.tensor([[False, True, True, False, False, True, True, True, False]] * 2),
-    "bfloat16": drawn(5, 9, dtype=torch.bfloat16),
-    "float64": drawn(5, 7),
+    "bfloat16": randn(5, 9, dtype=torch.bfloat16),
+    "float64": randn(5, 7),
 }
 LAYOUTS = [("1", (4,)), ("1", (3,)), ("0", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))]
 # torch has no argmax of bools
@@ -39,20 +39,20 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "values"), PAIRS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_the_dense_result(name, values, layout, taken):
-    agrees(CASES[name], [VALUES[values]], [layout[0]], layout[1], grad=False)
+    compare(CASES[name], [VALUES[values]], [layout[0]], layout[1], grad=False)
     assert taken or "columns" in name or "1" not in layout[0]
 
 
 def test_gradients_and_pending_sums():
     for layout in ("0", "1", "P"):
-        agrees(lambda x: x.max(1), [drawn(5, 9)], [layout])
-        agrees(lambda x: x.aminmax(dim=1), [drawn(5, 9)], [layout])
-        agrees(lambda x: x.argmax(1), [drawn(5, 9)], [layout], grad=False)
+        compare(lambda x: x.max(1), [randn(5, 9)], [layout])
+        compare(lambda x: x.aminmax(dim=1), [randn(5, 9)], [layout])
+        compare(lambda x: x.argmax(1), [randn(5, 9)], [layout], grad=False)
 
 
 def test_a_factored_dim():
-    agrees(lambda x: x.flatten().argmax(), [drawn(4, 6)], ["1"], (3,), grad=False)
-    agrees(lambda x: x.flatten().max(0), [drawn(4, 6)], ["1"], (3,), grad=False)
+    compare(lambda x: x.flatten().argmax(), [randn(4, 6)], ["1"], (3,), grad=False)
+    compare(lambda x: x.flatten().max(0), [randn(4, 6)], ["1"], (3,), grad=False)
 
 
 def test_a_factored_dim_by_its_alternative(taken):
@@ -64,14 +64,14 @@ def test_a_factored_dim_by_its_alternative(taken):
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_topk(k, largest, taken):
     for layout, mesh in (("1", (4,)), ("0 1", (2, 2)), ("1 1", (2, 2))):
-        agrees(lambda x: x.topk(k, 1, largest), [drawn(4, 16)], [layout], mesh)
+        compare(lambda x: x.topk(k, 1, largest), [randn(4, 16)], [layout], mesh)
         assert torch.ops.aten.topk.default in taken
         # blocks of 3, 3, 3 and 1
-        agrees(lambda x: x.topk(k, -1, largest), [drawn(3, 10)], [layout], mesh, grad=False)
+        compare(lambda x: x.topk(k, -1, largest), [randn(3, 10)], [layout], mesh, grad=False)
 
 
 def test_large_rows_send_little():
-    x = drawn(3, 40_000)
+    x = randn(3, 40_000)
     for fn in (lambda x: x.argmax(1), lambda x: x.max(1), lambda x: x.topk(5, 1), lambda x: x.argmax()):
-        assert agrees(fn, [x], ["1"], grad=False).bytes < 3000
-    assert agrees(lambda x: x.aminmax(dim=1), [x], ["1"], grad=False).bytes == 0
+        assert compare(fn, [x], ["1"], grad=False).bytes < 3000
+    assert compare(lambda x: x.aminmax(dim=1), [x], ["1"], grad=False).bytes == 0

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tests.alternatives.test_rearrange import alike
+from tests.alternatives.test_rearrange import distribute_like
 from torch.nn import functional
 
 import shardwise as sw
@@ -20,7 +20,7 @@ CONVS = {
 MESHES = {"one axis": (4,), "two axes": (2, 2)}
 
 
-def drawn(draw, nd, transposed, groups):
+def random_convolution(draw, nd, transposed, groups):
     """A convolution with random numbers whose result is not empty: its tensors, arguments and result."""
     while True:
         stride, dilation = draw.choice([1, 2, 3]), draw.choice([1, 2])
@@ -45,7 +45,7 @@ def drawn(draw, nd, transposed, groups):
 
 
 def check(draw, nd, transposed, groups, shape, placements):
-    tensors, kwargs, want = drawn(draw, nd, transposed, groups)
+    tensors, kwargs, want = random_convolution(draw, nd, transposed, groups)
     torch.manual_seed(draw.randint(0, 99))
     weights = torch.randn_like(want)
     (want * weights).sum().backward()
@@ -61,15 +61,16 @@ def check(draw, nd, transposed, groups, shape, placements):
         ]
         got = CONVS[nd][transposed](*xs, **kwargs)
         torch.testing.assert_close(got.full_tensor().ranks[1], want)
-        (got * alike(weights, got, mesh)).sum().backward()
+        (got * distribute_like(weights, got, mesh)).sum().backward()
         for x, t in zip(xs, tensors, strict=True):
             torch.testing.assert_close(x.grad.full_tensor().ranks[3], t.grad)
 
 
+@pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("nd", [1, 2, 3])
-def test_split_positions_give_the_dense_result_and_gradients(nd, transposed, groups, taken, caplog):
+def test_split_positions_give_the_dense_result_and_gradients(nd, transposed, groups, taken):
     draw = random.Random(f"{nd}{transposed}{groups}")
     for turn in range(8):
         d = draw.randrange(nd) + 2
@@ -84,16 +85,16 @@ def test_split_positions_give_the_dense_result_and_gradients(nd, transposed, gro
         taken.clear()
         check(draw, nd, transposed, groups, shape, placements)
         assert set(taken) >= convolution.ALTERNATIVES.keys(), (turn, placements)
-    assert "gathered tensors" not in caplog.text
 
 
+@pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("into", [sw.Shard(0), sw.Shard(1), sw.Partial()])
 @pytest.mark.parametrize("weight", [sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()])
-def test_rules_give_the_dense_result_and_gradients(groups, transposed, into, weight, caplog):
+def test_rules_give_the_dense_result_and_gradients(groups, transposed, into, weight):
     draw = random.Random(f"{groups}{transposed}{into}{weight}")
-    tensors, kwargs, want = drawn(draw, 2, transposed, groups)
+    tensors, kwargs, want = random_convolution(draw, 2, transposed, groups)
     weights = torch.randn_like(want)
     (want * weights).sum().backward()
     with sw.simulate(4):
@@ -113,7 +114,6 @@ def test_rules_give_the_dense_result_and_gradients(groups, transposed, into, wei
         (got * sw.distribute_tensor(weights, mesh, replicated)).sum().backward()
         for x, t in zip(xs, tensors, strict=True):
             torch.testing.assert_close(x.grad.full_tensor().ranks[3], t.grad)
-    assert "gathered tensors" not in caplog.text
 
 
 def layouts_and_bytes(x, w, b, dim_of_x, dim_of_w):
@@ -218,7 +218,7 @@ def program(padding):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("padding", [0, 1, 3])
-def test_real_processes_get_the_same(workers, padding):
+def test_the_dense_result_on_real_processes(workers, padding):
     torch.manual_seed(0)
     xs = [t.requires_grad_() for t in (torch.randn(2, 4, 9, 5), torch.randn(6, 4, 3, 3), torch.randn(6))]
     y = functional.conv2d(*xs, padding=padding, stride=2)

@@ -5,16 +5,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.alternatives.forcing import force_alternatives
-from tests.dense import drawn, placed
-from torch.nn import functional as F  # noqa: N812 (the customary name)
+from tests.dense import parse_placements, randn
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 import shardwise as sw
 
 pytestmark = pytest.mark.processes
 
-X, W = drawn(5, 9), drawn(9, seed=1)
-IMAGE = drawn(5, 6, 3)
-HEADS, KEYS = drawn(2, 8, 6, 4), drawn(2, 4, 6, 4, seed=1)
+X, W = randn(5, 9), randn(9, seed=1)
+IMAGE = randn(5, 6, 3)
+HEADS, KEYS = randn(2, 8, 6, 4), randn(2, 4, 6, 4, seed=1)
 TARGET = torch.tensor([0, 8, -100, 3, 5])
 
 
@@ -48,11 +48,11 @@ def differences(forced):
             (name, layouts)
             for name, (fn, inputs, every) in CASES.items()
             for layouts in every
-            if not _agrees(fn, inputs, [sw.distribute_tensor(t, mesh, placed(p)) for t, p in zip(inputs, layouts.split(), strict=True)])
+            if not _is_dense(fn, inputs, [sw.distribute_tensor(t, mesh, parse_placements(p)) for t, p in zip(inputs, layouts.split(), strict=True)])
         ]  # fmt: skip
 
 
-def _agrees(fn, dense, distributed):
+def _is_dense(fn, dense, distributed):
     found = []
     for inputs in (dense, distributed):
         x = inputs[0].detach().clone().requires_grad_()

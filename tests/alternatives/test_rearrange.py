@@ -29,9 +29,9 @@ OPS = {
     "pad": lambda x: pad(x, (0, 0, 7, 1)),
     "pad by a number": lambda x: pad(x, (0, 0, 1, 2), value=1.5),
     "pad of all dims": lambda x: pad(x, (1, 2, -2, 9, 1, -1)),
-    "pad that cuts": lambda x: pad(x, (0, 0, 4, -6)),
+    "pad by negative numbers": lambda x: pad(x, (0, 0, 4, -6)),
     "cat": lambda x: torch.cat([x, x * 2, x[:, :2]], 1),
-    "cat of empty ones": lambda x: torch.cat([x[:, :0], x, x[0, 0, :0], x], 1),
+    "cat with empty tensors": lambda x: torch.cat([x[:, :0], x, x[0, 0, :0], x], 1),
     "stack": lambda x: torch.stack([x, x * 2], 1),
     "unfold": lambda x: x.unfold(1, 3, 2),
     "unfold with gaps": lambda x: x.unfold(1, 2, 3),
@@ -40,17 +40,17 @@ OPS = {
 MESHES = {
     "tp": ((4,), [sw.Shard(1)]),
     "two axes": ((2, 2), [sw.Shard(1), sw.Shard(1)]),
-    "two axes turned": ((2, 2), [sw.Shard(1, order=1), sw.Shard(1, order=0)]),
+    "two axes in reverse order": ((2, 2), [sw.Shard(1, order=1), sw.Shard(1, order=0)]),
     "two dims": ((2, 2), [sw.Shard(0), sw.Shard(1)]),
     "pending": ((2, 2), [sw.Shard(1), sw.Partial()]),
 }
 
 
-def listed(result):
+def as_list(result):
     return result if isinstance(result, list) else [result]
 
 
-def alike(t, g, mesh):
+def distribute_like(t, g, mesh):
     """A tensor in the layout of another one, so that the gradient has it too."""
     placements = [sw.Replicate() if p.is_partial() else p for p in g.placements]
     return sw.distribute_tensor(t, mesh, placements)
@@ -59,28 +59,28 @@ def alike(t, g, mesh):
 ALTERNATIVES = rearrange.ALTERNATIVES | slicing.ALTERNATIVES | unfold.ALTERNATIVES
 
 
+@pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("name", OPS)
-def test_result_and_gradient_equal_the_dense_ones(name, where, taken, caplog):
+def test_result_and_gradient_equal_the_dense_ones(name, where, taken):
     shape, placements = MESHES[where]
     for size in (6, 7, 9):  # over 4 ranks the last block is short, or empty
         torch.manual_seed(size)
         dense = torch.randn(3, size, 2, dtype=torch.float64, requires_grad=True)
-        want = listed(OPS[name](dense))
+        want = as_list(OPS[name](dense))
         weights = [torch.randn_like(w) for w in want]
         sum((w * v).sum() for w, v in zip(want, weights, strict=True)).backward()
         with sw.simulate(4):
             mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
             x = sw.distribute_tensor(dense.detach(), mesh, placements).requires_grad_()
-            got = listed(OPS[name](x))
+            got = as_list(OPS[name](x))
             for g, w in zip(got, want, strict=True):
                 torch.testing.assert_close(g.full_tensor().ranks[1], w)
-            sum((g * alike(v, g, mesh)).sum() for g, v in zip(got, weights, strict=True)).backward()
+            sum((g * distribute_like(v, g, mesh)).sum() for g, v in zip(got, weights, strict=True)).backward()
             torch.testing.assert_close(x.grad.full_tensor().ranks[2], dense.grad)
     assert (
         set(taken) & ALTERNATIVES.keys() or name == "stack" or (name, where) == ("pad by a number", "pending")
     )
-    assert "gathered tensors" not in caplog.text
 
 
 # the rows that a [64, 10] tensor on 4 ranks sends, and the layout of the result
@@ -259,7 +259,7 @@ def program(ranks):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [3, 1]])
-def test_real_processes_get_the_same(workers, ranks):
+def test_the_dense_result_on_real_processes(workers, ranks):
     dense = torch.arange(18.0).view(9, 2)
     first = dense.clone()
     dense[3:7] *= 2
@@ -272,5 +272,5 @@ def test_real_processes_get_the_same(workers, ranks):
     assert all(layouts == results[0][0] for layouts, _ in results)
     for rank, (_, got) in enumerate(results):
         assert bool(got) == (rank in ranks)
-        for g, w in zip(got, want, strict=False):
+        for g, w in zip(got, want if got else [], strict=True):
             assert torch.equal(g, w)

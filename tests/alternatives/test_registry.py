@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.dense import agrees, drawn
+from tests.dense import compare, randn
 from torch.nn import functional
 
 from shardwise.alternatives.registry import ALTERNATIVES
@@ -18,7 +18,7 @@ from shardwise.comm import counting
 from shardwise.dispatch.router import find_route
 
 aten = torch.ops.aten
-X = drawn(3, 9)  # over 4 ranks the last block is empty
+X = randn(3, 9)  # over 4 ranks the last block is empty
 ROWS = ("1", "1 1", "0 1")  # placements that split the rows, on one axis and on two
 MESHES = {1: ((4,), (3,)), 2: ((2, 2),)}
 
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 def _pool(nd, name, run):
-    x = drawn(2, 2, *[9, 3, 3][:nd])
+    x = randn(2, 2, *[9, 3, 3][:nd])
     ops = f"{name.format(nd)}.default {name.format(nd)}_backward.default"
     return Case(ops, run, (x,), ("2", "2 2", "0 2", "1 2"))
 
@@ -66,10 +66,10 @@ def _batch_norm(x, w, b, stats=None, **kwargs):
     return out[0], mean, var
 
 
-BATCH = (drawn(9, 3, 2), drawn(3, seed=1), drawn(3, seed=2))
-GROUPS = (drawn(2, 4, 9), drawn(4, seed=1), drawn(4, seed=2))
-IMAGES = (drawn(2, 3, 9, 2), drawn(4, 3, 3, 2, seed=1), drawn(4, seed=2))
-OUT = (drawn(3, 5, seed=1),)
+BATCH = (randn(9, 3, 2), randn(3, seed=1), randn(3, seed=2))
+GROUPS = (randn(2, 4, 9), randn(4, seed=1), randn(4, seed=2))
+IMAGES = (randn(2, 3, 9, 2), randn(4, 3, 3, 2, seed=1), randn(4, seed=2))
+OUT = (randn(3, 5, seed=1),)
 TARGET = torch.tensor([0, 3, -100, 2, 2, 1, 0, 3, 1])
 PIXELS = torch.arange(18).view(9, 1, 2) % 4
 BATCHES, POSITIONS = ("0", "0 0"), ("2", "2 2", "0 2")
@@ -90,7 +90,7 @@ CASES = [
     Case("var_mean.correction", lambda x: aten.var_mean.correction(x, [1])),
     Case("std_mean.correction", lambda x: aten.std_mean.correction(x, [0, 1])),
     Case("native_layer_norm.default native_layer_norm_backward.default",
-         lambda x, w, b: aten.native_layer_norm(x, [9], w, b, 1e-5)[0], (X, drawn(9, seed=1), drawn(9, seed=2)), others=("R", "0")),
+         lambda x, w, b: aten.native_layer_norm(x, [9], w, b, 1e-5)[0], (X, randn(9, seed=1), randn(9, seed=2)), others=("R", "0")),
     Case("native_layer_norm.default", lambda x: aten.native_layer_norm(x, [9], None, None, 1e-5), grad=False),
     Case("slice.Tensor slice_backward.default", lambda x: aten.slice.Tensor(x, 1, 1, 8, 2)),
     Case("slice_scatter.default", lambda x, y: aten.slice_scatter(x, y, 1, 2, 7), (X, *OUT), others=("R",)),
@@ -105,7 +105,7 @@ CASES = [
     Case("convolution.default convolution_backward.default",
          lambda x, w, b: functional.conv2d(x, w, b, padding=1), IMAGES, POSITIONS, ("R", "R")),
     Case("convolution.default convolution_backward.default",  # channels are split between groups
-         lambda x, w: functional.conv1d(x, w, groups=12), (drawn(2, 24, 4), drawn(36, 2, 3, seed=1)), ("1",), ("0",)),
+         lambda x, w: functional.conv1d(x, w, groups=12), (randn(2, 24, 4), randn(36, 2, 3, seed=1)), ("1",), ("0",)),
     *(_pool(n, "avg_pool{}d", partial(getattr(functional, f"avg_pool{n}d"), kernel_size=3, stride=2, padding=1)) for n in (2, 3)),
     *(_pool(n, "max_pool{}d_with_indices", partial(getattr(functional, f"max_pool{n}d"), kernel_size=3, stride=1, padding=1))
       for n in (2, 3)),
@@ -117,15 +117,15 @@ CASES = [
          lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True), BATCH, BATCHES, ("R", "0")),
     Case("native_batch_norm_backward.default",  # of an input that needs no gradient
          lambda x, w, b: functional.batch_norm(x.detach(), None, None, w, b, training=True), BATCH, BATCHES, ("R", "0")),
-    Case("_native_batch_norm_legit.default", _batch_norm, (*BATCH, drawn(3, seed=3)), BATCHES, ("R", "R", "0")),
+    Case("_native_batch_norm_legit.default", _batch_norm, (*BATCH, randn(3, seed=3)), BATCHES, ("R", "R", "0")),
     Case("_native_batch_norm_legit.no_stats",
          lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)[0], BATCH, BATCHES, ("R", "R")),
     Case("native_group_norm.default native_group_norm_backward.default",
          lambda x, w, b: aten.native_group_norm(x, w, b, 2, 4, 9, 2, 1e-5)[0], GROUPS, ("2", "2 2"), ("R", "R")),
     Case("nll_loss_forward.default", lambda x, t, w: aten.nll_loss_forward(x, t, w.detach(), 1, -100),
-         (drawn(9, 4), TARGET, drawn(4).abs()), ("0", "1", "0 1", "1 0"), ("R", "R")),
+         (randn(9, 4), TARGET, randn(4).abs()), ("0", "1", "0 1", "1 0"), ("R", "R")),
     Case("nll_loss2d_forward.default", lambda x, t: aten.nll_loss2d_forward(x, t, None, 1, 2),
-         (drawn(9, 4, 1, 2), PIXELS), ("0", "1", "3", "0 1", "1 3"), ("R",)),
+         (randn(9, 4, 1, 2), PIXELS), ("0", "1", "3", "0 1", "1 3"), ("R",)),
     Case("argmax.default", lambda x: aten.argmax(x, 1)),
     Case("argmin.default", lambda x: aten.argmin(x)),
     Case("max.dim", lambda x: aten.max.dim(x, 1)),
@@ -133,10 +133,10 @@ CASES = [
     Case("aminmax.default", lambda x: aten.aminmax(x, dim=1)),
     Case("_aminmax.default", lambda x: aten._aminmax(x), grad=False),
     Case("_aminmax.dim", lambda x: aten._aminmax.dim(x, 1), grad=False),
-    Case("topk.default", lambda x: aten.topk(x, 2, 1), (drawn(3, 30),)),
+    Case("topk.default", lambda x: aten.topk(x, 2, 1), (randn(3, 30),)),
     Case("embedding_renorm_.default", lambda w, i: aten.embedding_renorm_(w.clone(), i, 1.0, 2.0),
-         (drawn(9, 7) * 3, torch.tensor([1, 2, 4, 4, 8])), ("0", "1", "0 1"), ("R",), grad=False),
-    Case("dist.default", lambda x, y: aten.dist(x, y, 3), (X, drawn(3, 9, seed=1)), others=("1",)),
+         (randn(9, 7) * 3, torch.tensor([1, 2, 4, 4, 8])), ("0", "1", "0 1"), ("R",), grad=False),
+    Case("dist.default", lambda x, y: aten.dist(x, y, 3), (X, randn(3, 9, seed=1)), others=("1",)),
 ]  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_an_alternative_is_taken_and_gives_the_dense_result(op, taken):
     for case in cases:
         for placements, mesh in case.layouts():
             taken.clear()
-            agrees(case.run, list(case.inputs), placements, mesh, grad=case.grad)
+            compare(case.run, list(case.inputs), placements, mesh, grad=case.grad)
             assert op in taken, f"the alternative of {op} was not taken on {placements}"
 
 
@@ -161,7 +161,7 @@ def test_a_route_names_what_is_sent_and_returned(case):
     """Each call that takes an alternative runs once more; the plans of a program are those of its dry run."""
     compared = []
 
-    def compare(call):
+    def run_again(call):
         if call.route == "alternative" and not op_info(call.op).written:
             route = find_route(call.op, call.args, dict(call.kwargs))
             with counting() as ledger:
@@ -172,6 +172,6 @@ def test_a_route_names_what_is_sent_and_returned(case):
             assert [(s.layout, s.dtype) for s in specs] == [(s.layout, s.dtype) for s in route.specs], call.op
 
     for placements, mesh in case.layouts():
-        with trace_calls(compare):
-            agrees(case.run, list(case.inputs), placements, mesh, grad=case.grad)
+        with trace_calls(run_again):
+            compare(case.run, list(case.inputs), placements, mesh, grad=case.grad)
     assert compared or "_." in case.ops

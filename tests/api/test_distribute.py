@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import axes, layouts, placements, shapes
-from tests.values import blocks_of, take, tensor, value, whole_of
+from tests.values import blocks_of, dense_tensor, take, tensor, value
 from torch import nn
 
 import shardwise as sw
@@ -63,7 +63,7 @@ def test_each_rank_gets_its_block_of_the_whole(on, shape, data):
         st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
     )
     source = data.draw(st.sampled_from([None, 0, min(on.sizes) - 1]))
-    whole = whole_of(shape, dtype, 0)
+    whole = dense_tensor(shape, dtype, 0)
     with simulate(on.count):
         mesh = mesh_of(on)
         x = distribute_tensor(whole, mesh, said, src_data_rank=source)
@@ -76,7 +76,7 @@ def test_each_rank_gets_its_block_of_the_whole(on, shape, data):
 @given(axes(), shapes(), st.data())
 def test_a_pending_tensor_reduces_to_what_was_given(on, shape, data):
     said = data.draw(placements(on, len(shape)))
-    whole = whole_of(shape, torch.float64, 0)
+    whole = dense_tensor(shape, torch.float64, 0)
     with simulate(on.count):
         mesh = mesh_of(on)
         x = distribute_tensor(whole, mesh, said)
@@ -222,7 +222,7 @@ def test_a_mesh_over_some_ranks_leaves_the_others_out():
 
 @given(layouts(), st.data())
 def test_blocks_with_a_shape_are_the_tensor_of_that_shape(layout, data):
-    whole = whole_of(layout.shape, torch.float64, 1)
+    whole = dense_tensor(layout.shape, torch.float64, 1)
     with simulate(layout.axes.count):
         mesh = mesh_of(layout.axes)
         with counting() as ledger:
@@ -234,7 +234,7 @@ def test_blocks_with_a_shape_are_the_tensor_of_that_shape(layout, data):
 
 @given(layouts(plain=True))
 def test_a_check_finds_the_shape_of_uneven_blocks(layout):
-    whole = whole_of(layout.shape, torch.float64, 1)
+    whole = dense_tensor(layout.shape, torch.float64, 1)
     with simulate(layout.axes.count):
         mesh = mesh_of(layout.axes)
         blocks = tensor(whole, layout, mesh).to_local()

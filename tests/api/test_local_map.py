@@ -58,6 +58,7 @@ def test_as_a_decorator_with_other_values_and_several_results(line):
         (lambda x: local_map(torch.mul, [Shard(0)], ([Shard(0)], [Shard(0)]))(x, 2), "got 2 as argument 1"),
         (lambda x: local_map(lambda b: 3, [Shard(0)])(x), "returned 3"),
         (lambda x: local_map(lambda b: x, [Shard(0)])(x), "returned a DTensor"),
+        (lambda x: local_map(out_placements=[Shard(0)], spmd_types=True)(torch.neg)(x), "spmd_types=True"),
         (lambda x: local_map(torch.neg, [Shard(0)], None, (None,))(x), "whose in_grad_placements is None"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plain tensors that ops on DTensors write to: they come to hold what the same program gives on one device."""
+"""Plain tensors that ops on DTensors write to have the values of the same program on one device."""
 
 import warnings
 
@@ -24,23 +24,22 @@ _OPS = {
 
 @pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Partial()])
 @pytest.mark.parametrize("name", _OPS)
-@pytest.mark.filterwarnings("ignore:.*ran on the whole")
-def test_a_plain_tensor_is_written_once_whatever_writes_to_it(name, placement, caplog):
+def test_a_plain_tensor_is_written_once(name, placement, caplog):
     caplog.set_level("ERROR", logger="shardwise")
     a, b, dense = x(5, 5), x(5, 5, seed=1), x(5, 5, seed=2)
     want = _OPS[name](dense, a, b)
     with sw.simulate(3), implicit_replication():
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
         plain = x(5, 5, seed=2)
-        given = [sw.distribute_tensor(t, mesh, [placement]) for t in (a, b)]
-        got = _OPS[name](plain, *given)
+        operands = [sw.distribute_tensor(t, mesh, [placement]) for t in (a, b)]
+        got = _OPS[name](plain, *operands)
     assert type(plain) is torch.Tensor
     torch.testing.assert_close(plain, dense)
     assert type(got) is torch.Tensor
     torch.testing.assert_close(got, want)
 
 
-def test_an_empty_one_takes_the_shape_of_the_result(caplog):
+def test_an_empty_plain_out_is_resized(caplog):
     caplog.set_level("ERROR", logger="shardwise")
     with sw.simulate(3), implicit_replication():
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
@@ -50,7 +49,7 @@ def test_an_empty_one_takes_the_shape_of_the_result(caplog):
     assert torch.equal(out, -x(5, 4))
 
 
-def test_one_that_nobody_has_explained_is_refused():
+def test_a_plain_target_is_an_error_by_default():
     with sw.simulate(3):
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
         a, plain = sw.distribute_tensor(x(5, 4), mesh, [sw.Shard(0)]), x(5, 4)
@@ -68,22 +67,22 @@ OUTS = {
 
 
 @pytest.mark.parametrize("name", OUTS)
-@pytest.mark.parametrize("held", [0, 2])
-def test_a_target_of_another_shape_takes_that_of_the_result(name, held):
+@pytest.mark.parametrize("elements", [0, 2])
+def test_an_out_tensor_of_another_shape_is_resized(name, elements):
     dense = torch.arange(12.0).view(4, 3) / 12
     dtype = torch.int64 if name == "nonzero" else torch.float32
     sw.manual_seed(1)
     with warnings.catch_warnings(), sw.one_device():
         warnings.simplefilter("ignore")
-        expected = OUTS[name](dense, torch.empty(held, dtype=dtype))
+        expected = OUTS[name](dense, torch.empty(elements, dtype=dtype))
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         x = sw.distribute_tensor(dense, mesh, [sw.Shard(0)])
-        out = sw.empty(held, dtype=dtype, device_mesh=mesh, placements=[sw.Shard(0)])
+        out = sw.empty(elements, dtype=dtype, device_mesh=mesh, placements=[sw.Shard(0)])
         sw.manual_seed(1)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert OUTS[name](x, out) is out
-        assert bool(held) == any("was resized" in str(w.message) for w in said)
+        assert bool(elements) == any("was resized" in str(w.message) for w in caught)
         assert out.shape == expected.shape
         assert torch.equal(out.full_tensor().ranks[1], expected)

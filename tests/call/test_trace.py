@@ -1,7 +1,7 @@
-"""Tracing of calls, and the sweep's judge of which splits could have stayed."""
+"""Tracing of calls, and the search for splits that a fallback could have kept."""
 
 import torch
-from tests.op_db.cheaper import cheaper
+from tests.op_db.missed_splits import find_missed_split
 
 import shardwise as sw
 from shardwise.call.trace import TracedCall, trace_calls
@@ -34,25 +34,26 @@ def test_an_alternative_is_traced():
     with sw.simulate(2):
         x = sw.distribute_tensor(
             torch.randn(2, 400_000), sw.init_device_mesh("cpu", (2,)), [sw.Shard(1)]
-        )  # wide enough that statistics are cheaper than the rows
+        )  # wide enough that reducing statistics costs less than gathering the rows
         with trace_calls(lambda call: seen.append((str(call.op), call.route))):
             x.softmax(1)
     assert seen[0] == ("aten._softmax.default", "alternative")
 
 
-def test_the_judge_tries_out_what_could_have_stayed_split():
+def test_splits_that_could_have_been_kept_are_found():
     aten = torch.ops.aten
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)])
         y = sw.distribute_tensor(torch.randn(4, 5), mesh, [sw.Shard(0)])
         assert (
-            cheaper(TracedCall(aten.exp.default, "fallback", (x,), {}, ()))
+            find_missed_split(TracedCall(aten.exp.default, "fallback", (x,), {}, ()))
             == "tensors 0 along dim 0 -> dim 0"
         )
         assert (
-            cheaper(TracedCall(aten.sum.default, "fallback", (x,), {}, ())) == "tensors 0 along dim 0 -> sum"
+            find_missed_split(TracedCall(aten.sum.default, "fallback", (x,), {}, ()))
+            == "tensors 0 along dim 0 -> sum"
         )
-        assert cheaper(TracedCall(aten.cumsum.default, "fallback", (x, 0), {}, ())) == ""
-        product = cheaper(TracedCall(aten.mm.default, "fallback", (x.t(), y), {}, ()))
+        assert find_missed_split(TracedCall(aten.cumsum.default, "fallback", (x, 0), {}, ())) == ""
+        product = find_missed_split(TracedCall(aten.mm.default, "fallback", (x.t(), y), {}, ()))
         assert product == "tensors 0 along dim 1, 1 along dim 0 -> sum"

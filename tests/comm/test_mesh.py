@@ -25,8 +25,8 @@ from shardwise import (
     per_rank,
     simulate,
 )
-from shardwise.comm import axes_of, coord_of, current_mesh, members_of, peers_of, siblings_of
-from shardwise.comm.mesh import PerMesh
+from shardwise.comm import axes_of, coord_of, current_mesh, members_of, siblings_of
+from shardwise.comm.mesh import PerMesh, peers_of
 from shardwise.layout import Axes
 
 R = Replicate()

@@ -33,8 +33,9 @@ from shardwise import (
     plan_redistribute,
     simulate,
 )
-from shardwise.comm import at_simulation_end, axes_of, counting, is_simulated, members_of
+from shardwise.comm import axes_of, counting, is_simulated, members_of
 from shardwise.comm.run import run
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout
 from shardwise.torch_internals.mesh import innermost_mesh
 
@@ -262,11 +263,8 @@ def test_meshes_and_their_recipes_are_collected():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         local = per_rank(lambda rank: grid(2, 3))
         for m, placements in ((mesh, [Shard(0), Partial()]), (mesh["tp"], [Shard(1)])):
-            plan = plan_redistribute(
-                DTensor.from_local(local, m, placements).layout,
-                Layout.replicated(DTensor.from_local(local, m, placements).shape, axes_of(m)),
-            )
-            run(plan, local, m)
+            layout = DTensor.from_local(local, m, placements).sharding
+            run(plan_redistribute(layout, Layout.replicated(layout.shape, layout.axes)), local, m)
         meshes = [weakref.ref(m) for m in (mesh, mesh["tp"], m)]
         del mesh, m
         gc.collect()

@@ -1,4 +1,4 @@
-"""Rules found by running ops on pieces: the dims that may be split, and what is pending then."""
+"""Rules inferred by running ops on pieces: which dims may be split, and which reductions are pending then."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from shardwise.rules import Call, Slot
 aten = torch.ops.aten
 
 
-def found(op, *shapes, dtypes=None, **args):
-    """The rule for a call, with letters in the order they appear."""
+def infer(op, *shapes, dtypes=None, **args):
+    """The inferred rule of a call, with letters in order of appearance."""
     names = [a.name for a in op._schema.arguments]
     given = {a.name: a.default_value for a in op._schema.arguments}
     given |= (
@@ -23,12 +23,12 @@ def found(op, *shapes, dtypes=None, **args):
     if rule is None:
         return None
     letters = {}
-    for said in (*rule.inputs, *rule.outputs):
-        for x in said:
+    for dims in (*rule.inputs, *rule.outputs):
+        for x in dims:
             letters.setdefault(x, None if x is None else "abcdefgh"[len(letters) - (None in letters)])
     return (
-        [tuple(letters[x] for x in said) for said in rule.inputs],
-        [tuple(letters[x] for x in said) for said in rule.outputs],
+        [tuple(letters[x] for x in dims) for dims in rule.inputs],
+        [tuple(letters[x] for x in dims) for dims in rule.outputs],
         {letters[x]: op for x, op in rule.reduced.items()},
         [set(g) for g in rule.linear],
     )
@@ -38,41 +38,43 @@ PRODUCT = ([("a", "b"), ("b", "c")], [("a", "c")], {"b": "sum"}, [{0}, {1}])
 
 
 @pytest.mark.parametrize("shapes", [((4, 6), (6, 8)), ((6, 6), (6, 6)), ((1024, 512), (512, 1024))])
-def test_a_product_whatever_its_sizes(shapes):
-    assert found(aten.mm.default, *shapes) == PRODUCT
+def test_a_matrix_product_of_any_size(shapes):
+    assert infer(aten.mm.default, *shapes) == PRODUCT
 
 
-def test_a_dim_that_must_be_whole():
-    ins, outs, reduced, linear = found(aten._softmax.default, (4, 5, 6), dim=1, half_to_float=False)
+def test_a_dim_that_must_not_be_split():
+    ins, outs, reduced, linear = infer(aten._softmax.default, (4, 5, 6), dim=1, half_to_float=False)
     assert ins == outs == [("a", None, "b")]
     assert (reduced, linear) == ({}, [])
 
 
-def test_a_broadcast_dim_is_no_dim():
-    assert found(aten.add.Tensor, (5, 4), (1, 4))[:2] == ([("a", "b"), (None, "b")], [("a", "b")])
-    assert found(aten.add.Tensor, (5, 4), (4,))[:2] == ([("a", "b"), ("b",)], [("a", "b")])
+def test_a_broadcast_dim_is_not_split():
+    assert infer(aten.add.Tensor, (5, 4), (1, 4))[:2] == ([("a", "b"), (None, "b")], [("a", "b")])
+    assert infer(aten.add.Tensor, (5, 4), (4,))[:2] == ([("a", "b"), ("b",)], [("a", "b")])
 
 
-def test_rows_that_are_looked_up():
-    ins, outs, _, linear = found(aten.embedding.default, (7, 5), (3, 4), dtypes=["float64", "int64"])
+def test_embedding():
+    ins, outs, _, linear = infer(aten.embedding.default, (7, 5), (3, 4), dtypes=["float64", "int64"])
     assert ins == [(None, "a"), ("b", "c")]
     assert outs == [("b", "c", "a")]
     assert linear == [{0}]
 
 
-def test_what_is_not_linear_is_not_said_to_be():
-    assert found(aten.exp.default, (4, 3))[3] == []
-    assert found(aten.sum.default, (4, 3)) == ([("a", "b")], [()], {"a": "sum", "b": "sum"}, [{0}])
+def test_only_linear_ops_are_linear():
+    assert infer(aten.exp.default, (4, 3))[3] == []
+    assert infer(aten.sum.default, (4, 3)) == ([("a", "b")], [()], {"a": "sum", "b": "sum"}, [{0}])
 
 
 def test_an_op_that_refuses_small_tensors_has_no_rule():
     big = (4096, 4096)
-    assert found(aten.slice_scatter.default, big, (1, 4096), dim=0, start=4000, end=4001, step=1) is None
-    assert found(aten.nonzero.default, (4, 3), dtypes=["bool"]) is None  # as many rows as there happen to be
+    assert infer(aten.slice_scatter.default, big, (1, 4096), dim=0, start=4000, end=4001, step=1) is None
+    assert (
+        infer(aten.nonzero.default, (4, 3), dtypes=["bool"]) is None
+    )  # the number of rows depends on the values
 
 
-def test_an_op_declared_safe_runs_by_the_rule_that_is_found():
-    @torch.library.custom_op("found::rows", mutates_args=())
+def test_an_op_registered_with_a_question_mark_runs_by_its_inferred_rule():
+    @torch.library.custom_op("infer_rule::rows", mutates_args=())
     def rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (x.cumsum(1) * w).tanh()
 
@@ -80,16 +82,16 @@ def test_an_op_declared_safe_runs_by_the_rule_that_is_found():
     x, w = torch.randn(7, 4, 3), torch.randn(3)
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        given = sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Shard(2)])
-        by = sw.distribute_tensor(w, mesh, [sw.Replicate(), sw.Shard(0)])
+        dx = sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Shard(2)])
+        dw = sw.distribute_tensor(w, mesh, [sw.Replicate(), sw.Shard(0)])
         with counting() as ledger:
-            whole = rows(given, by)
-        assert ledger.bytes > 0  # nothing is known of it yet
+            gathered = rows(dx, dw)
+        assert ledger.bytes > 0  # it has no rule yet
         sw.register_sharding(rows, "?")
         with counting() as ledger:
-            got = rows(given, by)
+            got = rows(dx, dw)
         assert ledger.bytes == 0
         assert str(got.sharding) == "[7:dp, 4, 3:tp]"
         torch.testing.assert_close(got.full_tensor().ranks[3], rows(x, w))
-        torch.testing.assert_close(whole.full_tensor().ranks[3], rows(x, w))
+        torch.testing.assert_close(gathered.full_tensor().ranks[3], rows(x, w))
     assert sw.rules.verify(rows, [((x, w), {})]).candidates > 4

@@ -1,4 +1,4 @@
-"""What a call does depends on nothing that ran before it: results, errors and communication are those of the call alone."""
+"""Results, errors and communication of a call do not depend on the calls before it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(*shape: int) -> torch.Tensor:
 
 
 class World:
-    """Tensors on a mesh and on a sub-mesh of it, of which each call gets fresh ones."""
+    """A mesh and a sub-mesh of it; each call creates its own tensors there."""
 
     def __init__(self) -> None:
         self.mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -47,7 +47,7 @@ def _backward(loss: Callable[[sw.DTensor], torch.Tensor], x: sw.DTensor) -> Any:
 
 
 class _PlainInBackward(torch.autograd.Function):
-    """A function whose backward pass meets a plain tensor."""
+    """A function whose backward pass uses a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -155,8 +155,8 @@ def _default_dtype(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-def observed(world: World, call: str, mode: str) -> tuple[Any, ...]:
-    """What a call does in a mode: its results with their layouts and dtypes, or its error; and what it sends."""
+def observe(world: World, call: str, mode: str) -> tuple[Any, ...]:
+    """Run a call in a mode and return its results with layouts and dtypes, or its error, and what it sent."""
     sw.manual_seed(5)
     with MODES[mode](), counting() as ledger:
         try:
@@ -177,10 +177,10 @@ def _shown(result: Any) -> Any:
 
 @functools.cache
 def alone(call: str, mode: str) -> tuple[Any, ...]:
-    """The same in a world where nothing has run before."""
+    """The same if nothing has run before."""
     forget_decisions()
     with sw.simulate(4):
-        return observed(World(), call, mode)
+        return observe(World(), call, mode)
 
 
 steps = st.lists(
@@ -198,23 +198,23 @@ def _quiet():
 @pytest.mark.filterwarnings("ignore")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
-def test_a_call_does_what_it_does_alone_whatever_ran_before(program):
+def test_a_call_does_not_depend_on_the_calls_before_it(program):
     expected = [alone(*step) for step in program]
     forget_decisions()
     with sw.simulate(4):
         world = World()
         for i, step in enumerate(program):
-            assert observed(world, *step) == expected[i], f"{step} after {program[:i]}"
+            assert observe(world, *step) == expected[i], f"{step} after {program[:i]}"
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_a_call_does_the_same_after_itself_in_every_other_mode(call):
+def test_a_call_does_not_depend_on_the_same_call_in_another_mode(call):
     for mode in MODES:
         for before in MODES:
             expected = alone(call, mode)
             forget_decisions()
             with sw.simulate(4):
                 world = World()
-                observed(world, call, before)
-                assert observed(world, call, mode) == expected, f"{call} in {mode} after {before}"
+                observe(world, call, before)
+                assert observe(world, call, mode) == expected, f"{call} in {mode} after {before}"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.strategies import (
     axes,
     coords,
-    cut_by_hand,
     divisors,
     every_writing,
     layouts,
     many,
+    owned_by_definition,
     shapes,
     writings,
 )
@@ -48,7 +48,7 @@ def test_the_canonical_form_has_the_blocks_that_were_written(data):
     layout = Layout(on, writing)
     assert layout.shape == shape
     for coord in coords(on):
-        assert tuple(map(tuple, owned(layout, coord))) == cut_by_hand(writing, on, coord)
+        assert tuple(map(tuple, owned(layout, coord))) == owned_by_definition(writing, on, coord)
 
 
 @given(layouts())
@@ -59,7 +59,7 @@ def test_the_canonical_form_is_a_fixed_point(layout):
 
 def _rewritings(dim, on):
     """The ways to split one factor of a dim, or to insert a factor of size 1, that keep its blocks."""
-    before = [cut_by_hand([dim], on, coord) for coord in coords(on)]
+    before = [owned_by_definition([dim], on, coord) for coord in coords(on)]
     for i, f in enumerate(dim):
         for outer in divisors(f.size):
             for k in range(len(f.axes) + 1):
@@ -69,7 +69,7 @@ def _rewritings(dim, on):
                     Factor(f.size // outer, f.axes[k:]),
                     *dim[i + 1 :],
                 ]
-                if [cut_by_hand([new], on, coord) for coord in coords(on)] == before:
+                if [owned_by_definition([new], on, coord) for coord in coords(on)] == before:
                     yield new
 
 
@@ -93,7 +93,7 @@ def test_layouts_with_the_same_blocks_are_the_same_object(sizes, largest):
         found = defaultdict(set)
         for writing in every_writing(on, (n,)):
             layout = Layout(on, writing)
-            mine = tuple(cut_by_hand(writing, on, coord) for coord in coords(on))
+            mine = tuple(owned_by_definition(writing, on, coord) for coord in coords(on))
             assert mine == tuple((tuple(owned(layout, coord)[0]),) for coord in coords(on)), (writing, layout)
             found[mine].add(layout)
         assert all(len(same) == 1 for same in found.values()), [s for s in found.values() if len(s) > 1]
@@ -141,7 +141,10 @@ def test_splitting_a_factor_keeps_its_blocks(layout, data):
         assert halves[0].size == outer
         ways = [list(halves)]
     same_blocks = [
-        all(cut_by_hand([way], on, coord) == cut_by_hand([[f]], on, coord) for coord in coords(on))
+        all(
+            owned_by_definition([way], on, coord) == owned_by_definition([[f]], on, coord)
+            for coord in coords(on)
+        )
         for way in ways
     ]
     assert any(same_blocks) == (halves is not None)

@@ -1,4 +1,4 @@
-"""What of torch's op_db is not compared with the dense result by value, and why."""
+"""The ops of torch's op_db whose values are not compared with the dense result, and why."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import Any
 
 __all__ = ["FILLED", "excluded"]
 
-_UNSET = "its values are whatever the memory held: shape and dtype are compared"
+_UNINITIALIZED = "its memory is uninitialized: only shape and dtype are compared"
 
-# Ops whose values are no function of their inputs. What is drawn at random is one: of the seed.
-_NO_FUNCTION: dict[str, str] = dict.fromkeys(
-    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), _UNSET
+# Random ops are not among them: their values are a function of the seed.
+_NOT_COMPARED: dict[str, str] = dict.fromkeys(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+    _UNINITIALIZED,
 )
 
-# Ops that fill their input with random numbers: a pending one is an error.
+# Ops that fill their input with random numbers, which is an error if the input has a pending reduction.
 FILLED = frozenset({"cauchy", "exponential", "geometric", "log_normal", "uniform", "normal.in_place"})
 
 
 def excluded(op: Any) -> str:
     """Why the values of an op's results are not compared; empty if they are."""
-    return _NO_FUNCTION.get(op.name, "")
+    return _NOT_COMPARED.get(op.name, "")

@@ -1,4 +1,4 @@
-"""Equal but for rounding: the tolerance of the dtype, and where that fails, what the op makes of rounding its inputs."""
+"""Equality up to rounding: the tolerance of the dtype, and beyond that the measured effect of rounding errors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["differs", "same_up_to_rounding"]
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 _WIDE |= {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 _TRIALS = 3
-_ROUNDINGS = 4  # how many such errors a result may have: sums are added in another order
-_MORE = 40  # trials where three do not do: a kink is crossed in few of them
+_ROUNDINGS = 4  # the number of such errors that a result may have: sums are added in another order
+_MORE = 40  # trials if three are not enough: few of them cross a kink
 
 
 def differs(got: Any, want: Any, values: bool = True) -> str:
-    """What differs beyond torch's own tolerance of the dtype; empty if nothing."""
+    """The difference beyond torch's tolerance of the dtype, as text; empty if there is none."""
     if not isinstance(want, Tensor):
         alike = not values or got == want or (got != got and want != want)
         return "" if alike else f"{got!r} not {want!r}"
     if not isinstance(got, Tensor):
-        return f"{got!r} where there is a tensor"
+        return f"{got!r}, not a tensor"
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} not {tuple(want.shape)}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype} not {want.dtype}"
     if got.layout != want.layout:
         return f"layout {got.layout} not {want.layout}"
-    if want.layout is not torch.strided and (why := _otherwise_sparse(got, want)):
+    if want.layout is not torch.strided and (why := _sparse_difference(got, want)):
         return why
     if not values:
         return ""
@@ -50,8 +50,8 @@ def differs(got: Any, want: Any, values: bool = True) -> str:
     return ""
 
 
-def _otherwise_sparse(got: Tensor, want: Tensor) -> str:
-    """What differs in how two sparse tensors of one kind hold their elements; empty if nothing."""
+def _sparse_difference(got: Tensor, want: Tensor) -> str:
+    """The difference in the structure of two sparse tensors of one layout; empty if there is none."""
     for what in ("sparse_dim", "dense_dim", "_nnz"):
         if getattr(got, what)() != getattr(want, what)():
             return f"{what} {getattr(got, what)()} not {getattr(want, what)()}"
@@ -63,32 +63,32 @@ def _otherwise_sparse(got: Tensor, want: Tensor) -> str:
 
 
 def same_up_to_rounding(run: Callable[..., Any], mine: Any, dense: Any, draws: bool = False) -> bool:
-    """Whether results are as near the true ones as rounding allows.
+    """Whether results are as close to the true ones as rounding allows.
 
-    The truth is the dense result in a wide dtype. How far from it a right answer may be is tried out: in the wide
-    dtype, with the inputs and the result of every op on the way off by one unit in the last place, up or down. Where
-    that is not enough, each element may be as far off as it was in any of more trials: a kink is crossed or it is not,
-    and no multiple of other errors tells. What `draws` has other numbers in another dtype, so there it all goes on in
-    the dtype there is, and the dense result is the truth.
+    The true result is the dense one in a wide dtype. The allowed distance is measured in trials: in the wide dtype, with the
+    inputs and the result of each inner op changed by one unit in the last place, up or down. If that is not enough, each
+    element may be as far off as in any of more trials: an error that crosses a kink is no multiple of the others. An op that
+    draws random numbers (`draws`) has other ones in a wide dtype; its trials use the given dtype, and the dense result
+    counts as true.
     """
     wide = _copied if draws else _widened
     try:
         truth = dense if draws else run(wide)
-        tries = [_tried(run, seed, wide) for seed in range(_TRIALS)]
-        if _all_near(mine, dense, truth, tries, []):
+        trials = [_trial(run, seed, wide) for seed in range(_TRIALS)]
+        if _all_close(mine, dense, truth, trials, []):
             return True
-        more = [_tried(run, seed, wide) for seed in range(_TRIALS, _MORE)]
+        more = [_trial(run, seed, wide) for seed in range(_TRIALS, _MORE)]
     except Exception:
         return False
-    return _all_near(mine, dense, truth, tries, more)
+    return _all_close(mine, dense, truth, trials, more)
 
 
-def _tried(run: Callable[..., Any], seed: int, wide: Callable[[Tensor], Tensor]) -> Any:
+def _trial(run: Callable[..., Any], seed: int, wide: Callable[[Tensor], Tensor]) -> Any:
     with _Rounding(seed) as rounding:
         return run(lambda t: rounding.rounded(wide(t), t.dtype))
 
 
-def _all_near(mine: Any, dense: Any, truth: Any, tries: list[Any], more: list[Any]) -> bool:
+def _all_close(mine: Any, dense: Any, truth: Any, trials: list[Any], more: list[Any]) -> bool:
     for which in (0, 1):
         for number, (got, want) in enumerate(zip(mine[which], dense[which], strict=True)):
             if want is None or not isinstance(want, Tensor):
@@ -99,9 +99,9 @@ def _all_near(mine: Any, dense: Any, truth: Any, tries: list[Any], more: list[An
             if not differs(got, want):
                 continue
             if want.layout is not torch.strided:
-                return False  # what is sparse is compared by the tolerance alone
-            others, rest = ([t[which][number] for t in found] for found in (tries, more))
-            if not _near(got, want, truth[which][number], others, rest):
+                return False  # sparse results are compared by the tolerance alone
+            others, rest = ([t[which][number] for t in found] for found in (trials, more))
+            if not _close(got, want, truth[which][number], others, rest):
                 return False
     return True
 
@@ -115,22 +115,22 @@ def _widened(t: Tensor) -> Tensor:
 
 
 class _Rounding(TorchDispatchMode):
-    """Every op rounds at random, to the last place of the narrowest dtype that went in."""
+    """Add a random rounding error to the result of every op, in the last place of the narrowest input dtype."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.made, self.unit = torch.Generator().manual_seed(seed), 0.0
+        self.generator, self.unit = torch.Generator().manual_seed(seed), 0.0
 
     def rounded(self, t: Tensor, narrow: torch.dtype | None = None, given: Sequence[Tensor] = ()) -> Tensor:
         if not (t.dtype.is_floating_point or t.dtype.is_complex):
             return t
         if narrow is not None:
             self.unit = max(self.unit, torch.finfo(narrow).eps)
-        unit = self.unit or torch.finfo(t.dtype).eps  # made of integers: it rounds in its own dtype
+        unit = self.unit or torch.finfo(t.dtype).eps  # computed from integers: it rounds in its own dtype
         with no_dispatch():
-            signs = torch.randint(0, 2, t.shape, generator=self.made) * 2 - 1
+            signs = torch.randint(0, 2, t.shape, generator=self.generator) * 2 - 1
             for g in given:
-                signs *= ~_is_from(t.abs(), g.abs())
+                signs *= ~_is_copied(t.abs(), g.abs())
             return t.detach().mul_(1 + unit * signs)
 
     def __torch_dispatch__(
@@ -138,13 +138,13 @@ class _Rounding(TorchDispatchMode):
     ) -> Any:
         out = resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
         if any(a.alias_info is not None for a in func._schema.arguments):
-            return out  # a view, or written in place: the same memory
+            return out  # a view or an in-place op: the memory is that of an input
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype != torch.bool]
         return tree_map_only(Tensor, lambda t: self.rounded(t, given=given), out)
 
 
-def _is_from(t: Tensor, given: Tensor) -> Tensor:
-    """Where an op has handed on what it was given, as `abs` and the extremes do, which rounds nothing."""
+def _is_copied(t: Tensor, given: Tensor) -> Tensor:
+    """The elements that an op copies from its input, as `abs` and `amax` do: these are not rounded."""
     if t.shape == given.shape:
         return t == given
     return (
@@ -154,7 +154,7 @@ def _is_from(t: Tensor, given: Tensor) -> Tensor:
     )
 
 
-def _near(got: Tensor, want: Tensor, true: Any, others: list[Any], rest: list[Any]) -> bool:
+def _close(got: Tensor, want: Tensor, true: Any, others: list[Any], rest: list[Any]) -> bool:
     if not (want.dtype.is_floating_point or want.dtype.is_complex) or got.shape != want.shape:
         return False
     if not all(isinstance(t, Tensor) and t.shape == want.shape for t in (true, *others, *rest)):
@@ -166,8 +166,8 @@ def _near(got: Tensor, want: Tensor, true: Any, others: list[Any], rest: list[An
         return False
     wide = torch.complex128 if want.dtype.is_complex else torch.float64
     mine, dense, true, *tried = (t[finite].to(wide) for t in (got, want, true, *others, *rest))
-    swing = max((t - true).abs().max() for t in tried[: len(others)])
-    allowed = _ROUNDINGS * swing.expand(true.shape)
+    largest = max((t - true).abs().max() for t in tried[: len(others)])
+    allowed = _ROUNDINGS * largest.expand(true.shape)
     for t in tried[len(others) :]:
         allowed = torch.maximum(allowed, (t - true).abs())
     allowed = allowed + 2 * (dense - true).abs().max() + torch.finfo(want.dtype).eps * true.abs()

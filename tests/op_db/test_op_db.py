@@ -1,7 +1,7 @@
-"""A sample of torch's own op_db on drawn layouts, results and gradients; `make sweep` runs all of it.
+"""A sample of each op of torch's op_db in random layouts, with gradients; `make sweep` runs all samples.
 
-Each op has one sample that is always the same, in float32 where it has that, and one that changes from week to week,
-in a dtype that does too. A failure says how to see it again.
+Each op has one sample that is always the same, in float32 if it supports that, and one that changes every week, as does its
+dtype. A failure prints the command that repeats it.
 """
 
 import datetime
@@ -9,40 +9,34 @@ import random
 
 import pytest
 import torch
-from tests.op_db.drawn import distributed
-from tests.op_db.judge import DTYPES, OPS, sweep_op
+from tests.op_db.random_layouts import distribute_randomly
+from tests.op_db.sweep import DTYPES, DTYPES_OF, sweep_op
 
 import shardwise as sw
 
 WEEK = "{}-W{:02}".format(*datetime.date.today().isocalendar()[:2])
 
 
-def _dtypes(name):
-    return [d for d in DTYPES if getattr(torch, d) in OPS[name].supported_dtypes("cpu")]
-
-
-def _of_the_week(name):
-    return random.Random(f"{WEEK} {name}").choice(_dtypes(name)), WEEK
-
-
-def _is_right(name, dtype, seed):
-    for kind, number, why in sweep_op(name, dtype, 1, seed, judge=False).whys:
-        again = f"python -m benchmarks.sweep --only ={name} --dtype {dtype} --number {number} --seed {seed}"
-        assert kind in ("rounded", "skipped"), f"{kind}: {why}\nagain with {again}"
+def _check(name, dtype, seed):
+    tally = sweep_op(name, dtype, 1, seed, find_splits=False)
+    for kind, number, why in tally.whys:
+        command = f"python -m benchmarks.sweep --only ={name} --dtype {dtype} --number {number} --seed {seed}"
+        assert kind in ("rounded", "skipped"), f"{kind}: {why}\nrepeat it with {command}"
+    assert tally.compared == 1, f"no sample of {name} in {dtype} runs on one device, so nothing was compared"
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in OPS if _dtypes(name)])
-def test_an_op_gives_the_dense_result_and_gradient(name, caplog):
+@pytest.mark.parametrize("name", DTYPES_OF)
+def test_results_and_gradients_equal_the_dense_ones(name, caplog):
     caplog.set_level("ERROR", logger="shardwise")
-    _is_right(name, _dtypes(name)[0], "always")
-    _is_right(name, *_of_the_week(name))
+    _check(name, DTYPES_OF[name][0], "always")
+    _check(name, random.Random(f"{WEEK} {name}").choice(DTYPES_OF[name]), WEEK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pending_parts_add_up_exactly(dtype):
-    made = torch.Generator().manual_seed(0)
-    values = torch.randint(0, 2**31, (5, 7), generator=made)
+def test_terms_of_a_pending_reduction_are_exact(dtype):
+    rng = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 2**31, (5, 7), generator=rng)
     kind = getattr(torch, dtype)
     t = (values.double() / 2**31 * 18 - 9).to(kind) if kind.is_floating_point else values.to(kind)
     pending = set()
@@ -50,7 +44,7 @@ def test_pending_parts_add_up_exactly(dtype):
         with sw.simulate(4 if len(mesh_shape) > 1 else mesh_shape[0]):
             mesh = sw.init_device_mesh("cpu", mesh_shape)
             for seed in range(40):
-                x = distributed(t, mesh, random.Random(seed))
+                x = distribute_randomly(t, mesh, random.Random(seed))
                 pending |= {op for _, op in x.sharding.partial}
                 assert all(torch.equal(r, t) for r in x.full_tensor().ranks)
     assert pending >= ({"sum"} if dtype != "bool" else {"max"})

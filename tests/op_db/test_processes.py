@@ -1,4 +1,4 @@
-"""A sample of torch's own op_db on real processes: the same answers as in a simulation, and nobody waits in vain."""
+"""A sample of torch's op_db on real processes: the dense results and gradients, and no rank hangs."""
 
 import os
 import random
@@ -6,24 +6,23 @@ import warnings
 
 import pytest
 import torch
-from tests.op_db.drawn import flat, swap
 from tests.op_db.excluded import excluded
-from tests.op_db.judge import OPS
+from tests.op_db.random_layouts import flat, map_tensors
+from tests.op_db.sweep import DTYPES_OF, OPS
 from torch import Tensor
 
 import shardwise as sw
 
 pytestmark = pytest.mark.processes
-EVERY = 1 if os.environ.get("SHARDWISE_DEEP") == "1" else 5  # of the ops, one in so many
+STEP = 1 if os.environ.get("SHARDWISE_DEEP") == "1" else 5  # run every fifth op
 
 
 def _names():
-    every = [n for n, op in OPS.items() if torch.float64 in op.supported_dtypes("cpu") and not excluded(op)]
-    # those whose results are not unique
-    return [n for n in every if "lowrank" not in n]
+    names = [n for n, dtypes in DTYPES_OF.items() if "float64" in dtypes and not excluded(OPS[n])]
+    return [n for n in names if "lowrank" not in n]  # whose results are not unique
 
 
-def _laid(t, mesh, draw):
+def _distribute(t, mesh, draw):
     if t.layout is not torch.strided:
         return sw.distribute_tensor(t.detach().clone(), mesh).requires_grad_(t.requires_grad)
     options = [sw.Replicate(), *(sw.Shard(d) for d in range(t.dim())), *(sw.Shard(d) for d in range(t.dim()))]
@@ -43,12 +42,8 @@ def _run(op, call, leaves):
     return [*flat(result), *(t.grad for t in leaves)]
 
 
-def _whole(x):
-    return x.full_tensor() if isinstance(x, sw.DTensor) else x
-
-
 def _same(got, want):
-    got = _whole(got)
+    got = got.full_tensor() if isinstance(got, sw.DTensor) else got
     if not isinstance(want, Tensor):
         return got == want or (isinstance(want, float) and abs(got - want) < 1e-9) or got is want
     if got is None:
@@ -58,34 +53,40 @@ def _same(got, want):
     return torch.allclose(got.to_dense(), want.to_dense(), rtol=1e-7, atol=1e-7, equal_nan=True)
 
 
-def op_by_op(names, mesh_shape):
-    """What is wrong, op by op; an error counts too, and all ranks go on to the next op."""
+def _dense(op, draw):
+    """A random sample that runs on one device, with its results and gradients there."""
+    torch.manual_seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
+    for sample in draw.sample(samples, len(samples)):
+        call, leaves = (sample.input, sample.args, sample.kwargs), []
+
+        def leaf(t, leaves=leaves):
+            leaves.append(t.detach().clone().requires_grad_(t.requires_grad))
+            return leaves[-1]
+
+        try:
+            return call, _run(op, map_tensors(call, leaf), leaves)
+        except Exception:
+            continue  # some samples are not meant to run
+    raise AssertionError("no sample runs on one device")
+
+
+def differences(names, mesh_shape):
+    """The results that differ and the errors, by op; after an error all ranks go on to the next op."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     mesh = sw.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[: len(mesh_shape)])
     wrong = []
     for name in names:
-        op, draw = OPS[name], random.Random(name)
-        torch.manual_seed(0)
-        samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
-        sample = draw.choice(samples)
-        call = (sample.input, sample.args, sample.kwargs)
-        dense, spread = [], []
+        op, draw, leaves = OPS[name], random.Random(name), []
 
-        def leaf(t, dense=dense):
-            dense.append(t.detach().clone().requires_grad_(t.requires_grad))
-            return dense[-1]
-
-        def put(t, spread=spread, draw=draw):
-            spread.append(_laid(t, mesh, draw))
-            return spread[-1]
+        def leaf(t, leaves=leaves, draw=draw):
+            leaves.append(_distribute(t, mesh, draw))
+            return leaves[-1]
 
         try:
-            want = _run(op, swap(call, leaf), dense)
-        except Exception:
-            continue  # not a sample for the op itself
-        try:
-            got = _run(op, swap(call, put), spread)
+            call, want = _dense(op, draw)
+            got = _run(op, map_tensors(call, leaf), leaves)
             pairs = list(zip(got, want, strict=True))
             wrong += [(name, i) for i, (g, w) in enumerate(pairs) if not _same(g, w)]
         except Exception as error:
@@ -94,8 +95,7 @@ def op_by_op(names, mesh_shape):
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_a_sample_of_ops_on_real_processes(workers, mesh_shape):
-    names = _names()[len(mesh_shape) :: EVERY]
+def test_results_and_gradients_equal_the_dense_ones(workers, mesh_shape):
+    names = _names()[len(mesh_shape) :: STEP]
     assert len(names) > 100
-    for rank in workers.run(op_by_op, names, mesh_shape):
-        assert rank == []
+    assert workers.run(differences, names, mesh_shape) == [[]] * 4

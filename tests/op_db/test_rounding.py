@@ -1,12 +1,12 @@
-"""What the sweep calls rounded: as near the truth as rounding allows, and no farther."""
+"""Which results count as equal up to rounding."""
 
 import pytest
 import torch
 from tests.op_db.rounding import differs, same_up_to_rounding
 
 
-def evaluated(op, x):
-    """As the sweep evaluates an op: its result and the gradient of its input, wherever that is put."""
+def evaluation(op, x):
+    """The result of an op and the gradient of its input, evaluated as in the sweep."""
 
     def run(put):
         leaf = put(x).requires_grad_()
@@ -18,27 +18,27 @@ def evaluated(op, x):
     return run
 
 
-def as_given(t):
+def copy(t):
     return t.detach().clone()
 
 
-def drawn(*shape, dtype=torch.bfloat16):
+def randn(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def by_largest(x):
+def normalized(x):
     return x / torch.linalg.vector_norm(x, float("inf"), 1, keepdim=True)
 
 
-KINK = 8  # the first trials do not cross it here: what crosses counts for all elements of those
+KINK = 8  # an element at which the first trials do not cross the kink
 
 
 def margin(x):
     return (1 - 7.1875 * (6.90625 - x)).clamp_min(0)
 
 
-def margin_in_parts(x):
-    """The same, with x pending as 2x on one rank and -x on the other."""
+def margin_of_terms(x):
+    """The same with x as a pending sum of 2x and -x."""
     return (1 - (7.1875 * (6.90625 - 2 * x) + 7.1875 * x)).clamp_min(0)
 
 
@@ -46,37 +46,37 @@ def margin_in_parts(x):
 @pytest.mark.parametrize(
     "op",
     [
-        by_largest,
+        normalized,
         lambda x: x @ x.mT,
         lambda x: (x * x - 1).clamp_min(0),
         lambda x: x.softmax(-1),
         lambda x: x.cumsum(0).sin(),
     ],
 )
-def test_what_is_off_by_a_little_is_not_rounded(op, dtype, by):
-    run = evaluated(op, drawn(6, 6, dtype=dtype))
-    (out,), (grad,) = dense = run(as_given)
+def test_a_small_error_is_more_than_rounding(op, dtype, by):
+    run = evaluation(op, randn(6, 6, dtype=dtype))
+    (out,), (grad,) = dense = run(copy)
     assert same_up_to_rounding(run, dense, dense)
     assert not same_up_to_rounding(run, ([out * by], [grad]), dense)
     assert not same_up_to_rounding(run, ([out], [grad * by]), dense)
 
 
-def test_the_gradient_of_an_extreme_has_a_model():
-    """Rounded at random, an extreme would be none of its inputs, and its gradient 0 / 0."""
-    run = evaluated(by_largest, drawn(6, 5))
-    (out,), (grad,) = dense = run(as_given)
+def test_gradients_of_a_maximum_can_be_compared():
+    """If the trials rounded the maximum, it would equal none of its inputs, and its gradient would be 0 / 0."""
+    run = evaluation(normalized, randn(6, 5))
+    (out,), (grad,) = dense = run(copy)
     off = grad * (1 + 3 * torch.finfo(torch.bfloat16).eps)
     assert differs(off, grad)
     assert same_up_to_rounding(run, ([out], [off]), dense)
     assert not same_up_to_rounding(run, ([out], [grad.roll(1, 1)]), dense)
 
 
-def test_a_kink_may_be_crossed_where_rounding_reaches_it_and_nowhere_else():
+def test_only_elements_that_rounding_brings_to_a_kink_may_cross_it():
     x = torch.full((30,), 6.25, dtype=torch.bfloat16)
     x[KINK] = 6.75
-    run = evaluated(margin, x)
-    (out,), (grad,) = dense = run(as_given)
-    mine = evaluated(margin_in_parts, x)(as_given)
+    run = evaluation(margin, x)
+    (out,), (grad,) = dense = run(copy)
+    mine = evaluation(margin_of_terms, x)(copy)
     assert ((mine[1][0] == 0) != (grad == 0)).nonzero().tolist() == [[KINK]]
     assert same_up_to_rounding(run, mine, dense)
     for far in (0, 29):

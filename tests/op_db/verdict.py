@@ -1,4 +1,4 @@
-"""One sample of an op of torch's op_db on a drawn layout, against the dense result and gradients."""
+"""Compare one sample of torch's op_db, in random layouts, with the dense results and gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tests.op_db.cheaper import cheaper
-from tests.op_db.drawn import distributed, flat, swap
 from tests.op_db.excluded import FILLED, excluded
+from tests.op_db.missed_splits import find_missed_split
+from tests.op_db.random_layouts import distribute_randomly, flat, map_tensors
 from tests.op_db.rounding import differs, same_up_to_rounding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,32 +26,32 @@ _SEED = 5
 
 @dataclass
 class Verdict:
-    """What came of a sample: `right`, `rounded` (right but for rounding), `wrong`, `error` or `skipped`."""
+    """The outcome of a sample: `right`, `rounded` (equal up to rounding), `wrong`, `error`, or `skipped` (the dense op fails)."""
 
     kind: str
     why: str = ""
     routes: Counter[str] = field(default_factory=Counter)
-    cheaper: dict[str, str] = field(default_factory=dict)
+    missed_splits: dict[str, str] = field(default_factory=dict)
 
 
-def _grads(t: Tensor) -> bool:
+def _is_differentiable(t: Tensor) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex
 
 
-# What is differentiated: all there is to, the input alone where the rest has no derivative, nothing.
-_WANTS: tuple[Callable[[int, Tensor], bool], ...] = (
-    lambda number, t: _grads(t),
-    lambda number, t: number == 0 and _grads(t),
+# Which inputs require gradients: all, the first alone if the others have no derivative, none.
+_REQUIRES_GRAD: tuple[Callable[[int, Tensor], bool], ...] = (
+    lambda number, t: _is_differentiable(t),
+    lambda number, t: number == 0 and _is_differentiable(t),
     lambda number, t: False,
 )
 
 
 def _loss(result: Any) -> Tensor | None:
-    """A weighted sum of what can be differentiated, with weights that no dtype rounds; None if nothing can."""
+    """A weighted sum of the differentiable outputs, with weights that are exact in every dtype; None without any."""
     total = None
     for out in flat(result):
         if isinstance(out, Tensor) and out.requires_grad:
-            if out.dtype == torch.complex32:  # which torch does not multiply
+            if out.dtype == torch.complex32:  # torch has no product of these
                 out = out.to(torch.complex64)
             weights = (torch.arange(out.numel()) * 5 % 11 - 5.5).view(out.shape).to(out.dtype) / 8
             if isinstance(out, sw.DTensor):
@@ -63,88 +63,95 @@ def _loss(result: Any) -> Tensor | None:
     return total
 
 
-def _evaluated(
-    op: Any, sample: Any, put: Callable[[Tensor], Any], wants: Callable[[int, Tensor], bool]
+def _evaluate(
+    op: Any, sample: Any, put: Callable[[Tensor], Any], requires_grad: Callable[[int, Tensor], bool]
 ) -> tuple[list[Any], list[Any]]:
     """The results of an op, and the gradients of its inputs (None where there is none)."""
     leaves: list[Any] = []
 
     def leaf(t: Tensor) -> Any:
         x = put(t)
-        leaves.append(x.requires_grad_() if wants(len(leaves), t) else x)
+        leaves.append(x.requires_grad_() if requires_grad(len(leaves), t) else x)
         return x
 
-    i, a, k = swap((sample.input, sample.args, sample.kwargs), leaf)
+    i, a, k = map_tensors((sample.input, sample.args, sample.kwargs), leaf)
     with sw.fork_rng(), sw.one_device():
         sw.manual_seed(_SEED)
         result = op(i, *a, **k)
     with torch.no_grad():
-        outs = [_whole(out, alike=not excluded(op)) for out in flat(result)]
+        outs = [_full(out, same=not excluded(op)) for out in flat(result)]
     loss = _loss(sample.output_process_fn_grad(result))
     if loss is not None:
         loss.backward()
     with torch.no_grad():
-        return outs, [None if x.grad is None else _whole(x.grad) for x in leaves]
+        return outs, [None if x.grad is None else _full(x.grad) for x in leaves]
 
 
-def _whole(x: Any, alike: bool = True) -> Any:
-    """The whole of a result, after holding against each other what the ranks say it is."""
+def _full(x: Any, same: bool = True) -> Any:
+    """The full value of a result, after a check that all ranks have the same."""
     if isinstance(x, sw.DTensor):
         x = x.detach().full_tensor()
     if not isinstance(x, sw.PerRank):
         return x.detach().clone() if isinstance(x, Tensor) else x
     first, *others = x.ranks
-    for other in others if alike else ():
-        # not bit for bit: where memory is aligned otherwise, libraries round otherwise
+    for other in others if same else ():
+        # not bitwise: libraries round differently for differently aligned memory
         if why := differs(other, first):
             raise RuntimeError(f"the ranks hold different values of one tensor: {why}")
     return first.detach().clone()
 
 
 def _dense(op: Any, sample: Any, forward_only: bool) -> tuple[Any, Callable[[int, Tensor], bool]] | None:
-    """What the op gives on one device, with gradients of as much as it can; None if it fails there."""
-    for wants in _WANTS[2:] if forward_only or not op.supports_autograd else _WANTS:
+    """Results and gradients on one device, for as many inputs as have gradients; None if the op fails there."""
+    for requires_grad in _REQUIRES_GRAD[2:] if forward_only or not op.supports_autograd else _REQUIRES_GRAD:
         state = torch.get_rng_state()
         try:
-            return _evaluated(op, sample, lambda t: t.detach().clone(), wants), wants
+            return _evaluate(op, sample, lambda t: t.detach().clone(), requires_grad), requires_grad
         except Exception:
             torch.set_rng_state(state)
     return None
 
 
-def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge: bool = True) -> Verdict:
-    """The verdict on one sample, in layouts drawn for it; with a judge of what ran on the whole."""
-    forward_only = draw.random() < 0.2  # some kernels are taken only where no gradient is wanted
+def check(
+    op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, find_splits: bool = True
+) -> Verdict:
+    """Compare one sample in random layouts; `find_splits` looks for splits that a fallback could have kept."""
+    forward_only = draw.random() < 0.2  # some kernels run only if no input requires gradients
     found = _dense(op, sample, forward_only)
     if found is None:
         return Verdict("skipped", "the dense op fails")
-    (outs, grads), wants = found
+    (outs, grads), requires_grad = found
     verdict = Verdict("right")
-    seen: list[str] = []
+    specs: list[str] = []
 
     def put(t: Tensor) -> Any:
-        x = distributed(t, mesh, draw, pending=op.full_name not in FILLED)
-        seen.append(str(x._spec))
+        x = distribute_randomly(t, mesh, draw, pending=op.full_name not in FILLED)
+        specs.append(str(x._spec))
         return x
 
-    def watch(call: TracedCall) -> None:
+    def listen(call: TracedCall) -> None:
         verdict.routes[call.route] += 1
-        if judge and call.route == "fallback" and call.communicates and (how := cheaper(call)):
-            verdict.cheaper.setdefault(str(call.op), how)
+        if (
+            find_splits
+            and call.route == "fallback"
+            and call.communicates
+            and (how := find_missed_split(call))
+        ):
+            verdict.missed_splits.setdefault(str(call.op), how)
 
     try:
-        with trace_calls(watch):
-            mine, mine_grads = _evaluated(op, sample, put, wants)
+        with trace_calls(listen):
+            mine, mine_grads = _evaluate(op, sample, put, requires_grad)
     except Exception as error:
         verdict.kind = "error"
-        where = f"on {seen} args {_short(sample.args)} {_short(sample.kwargs)}"
+        where = f"on {specs} args {_short(sample.args)} {_short(sample.kwargs)}"
         verdict.why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} {where}"
         return verdict
-    where = f"on {seen} args {_short(sample.args)} {_short(sample.kwargs)}"
-    unset = bool(excluded(op))
-    if why := _compared(op, mine, outs, mine_grads, grads, unset):
-        rounded = not unset and same_up_to_rounding(
-            lambda put: _evaluated(op, sample, put, wants),
+    where = f"on {specs} args {_short(sample.args)} {_short(sample.kwargs)}"
+    uninitialized = bool(excluded(op))
+    if why := _difference(op, mine, outs, mine_grads, grads, uninitialized):
+        rounded = not uninitialized and same_up_to_rounding(
+            lambda put: _evaluate(op, sample, put, requires_grad),
             (mine, mine_grads),
             (outs, grads),
             _draws(op, sample),
@@ -153,8 +160,8 @@ def check(op: Any, sample: Any, mesh: sw.DeviceMesh, draw: random.Random, judge:
     return verdict
 
 
-class _Watch(TorchDispatchMode):
-    """Whether anything was drawn: what restores the generator afterwards leaves no other trace."""
+class _RandomOps(TorchDispatchMode):
+    """Whether a random op ran; the state of the generator does not show it where torch restores that."""
 
     drew = False
 
@@ -167,31 +174,31 @@ class _Watch(TorchDispatchMode):
 
 def _draws(op: Any, sample: Any) -> bool:
     """Whether the op draws random numbers."""
-    with torch.random.fork_rng(), torch.no_grad(), _Watch() as watch:
-        i, a, k = swap((sample.input, sample.args, sample.kwargs), lambda t: t.detach().clone())
+    with torch.random.fork_rng(), torch.no_grad(), _RandomOps() as mode:
+        i, a, k = map_tensors((sample.input, sample.args, sample.kwargs), lambda t: t.detach().clone())
         op(i, *a, **k)
-    return watch.drew
+    return mode.drew
 
 
-def _compared(
-    op: Any, mine: list[Any], outs: list[Any], my_grads: list[Any], grads: list[Any], unset: bool
+def _difference(
+    op: Any, mine: list[Any], outs: list[Any], my_grads: list[Any], grads: list[Any], uninitialized: bool
 ) -> str:
-    """What differs in results or gradients beyond the tolerance of the dtype; empty if nothing."""
+    """The difference of results or gradients beyond the tolerance of the dtype, as text; empty if there is none."""
     if len(mine) != len(outs):
         return f"{len(mine)} results, not {len(outs)}"
     for number, (got, want) in enumerate(zip(mine, outs, strict=True)):
-        if why := differs(got, want, values=not unset):
+        if why := differs(got, want, values=not uninitialized):
             return f"result {number}: {why}"
     for number, (got, want) in enumerate(zip(my_grads, grads, strict=True)):
         if got is None and want is None:
             continue
         zero = torch.zeros_like(got if want is None else want)
         pair = (zero if got is None else got, zero if want is None else want)
-        if why := differs(*pair, values=not unset):
+        if why := differs(*pair, values=not uninitialized):
             return f"gradient of tensor {number}: {why}"
     return ""
 
 
 def _short(value: Any) -> str:
-    shown = swap(value, lambda t: f"<{str(t.dtype)[6:]} {list(t.shape)}>")
+    shown = map_tensors(value, lambda t: f"<{str(t.dtype)[6:]} {list(t.shape)}>")
     return str(shown)[:160]

@@ -1,4 +1,4 @@
-"""Each foreach op of torch on lists of DTensors: what it does to plain ones."""
+"""Each foreach op of torch on lists of DTensors, compared with plain tensors."""
 
 import pytest
 import torch
@@ -21,29 +21,33 @@ def arguments():
 
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("name", OPS)
-def test_a_foreach_op_does_what_it_does_to_plain_tensors(name, shard, caplog):
+def test_a_foreach_op_equals_the_one_on_plain_tensors(name, shard, caplog):
     caplog.set_level("ERROR", logger="shardwise")
-    op, ran = getattr(torch, name), 0
+    op, compared = getattr(torch, name), 0
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        places = [sw.Shard(0) if shard else sw.Replicate()]
+        placements = [sw.Shard(0) if shard else sw.Replicate()]
 
-        def put(values):
-            return [sw.distribute_tensor(t, mesh, places) for t in values]
+        def distribute(values):
+            return [sw.distribute_tensor(t, mesh, placements) for t in values]
 
         for args in arguments():
             dense = [
                 [t.clone() for t in x] if isinstance(x, list) and isinstance(x[0], torch.Tensor) else x
                 for x in args
             ]
-            mine = [put(x) if isinstance(x, list) and isinstance(x[0], torch.Tensor) else x for x in args]
+            distributed = [
+                distribute(x) if isinstance(x, list) and isinstance(x[0], torch.Tensor) else x for x in args
+            ]
             try:
                 want = op(*dense)
             except (TypeError, RuntimeError):
                 continue  # the op does not take such arguments
-            got = op(*mine)
-            ran += 1
-            pairs = zip(mine[0] if want is None else got, dense[0] if want is None else want, strict=True)
+            got = op(*distributed)
+            compared += 1
+            pairs = zip(
+                distributed[0] if want is None else got, dense[0] if want is None else want, strict=True
+            )
             for x, t in pairs:
                 torch.testing.assert_close(x.full_tensor().ranks[1], t, equal_nan=True)
-    assert ran
+    assert compared

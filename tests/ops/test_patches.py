@@ -1,4 +1,4 @@
-"""Ops whose C++ code reads the values of a tensor of indices."""
+"""Patches of ops whose C++ code reads the values of an index tensor."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import shardwise as sw
 
 @pytest.mark.parametrize("given", [torch.tensor([1, 3]), torch.tensor([4, -1, 2]), torch.tensor(3)])
 @pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0), sw.Partial()])
-def test_a_tensor_is_split_at_indices_that_are_distributed(given, placement):
+def test_tensor_split_at_distributed_indices(given, placement):
     t = torch.arange(15.0).view(5, 3)
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
@@ -20,9 +20,9 @@ def test_a_tensor_is_split_at_indices_that_are_distributed(given, placement):
             assert torch.equal(mine.full_tensor().ranks[0], dense)
         (got[0] * 2).sum().backward()
         assert torch.equal(x.grad.full_tensor().ranks[0][: len(want[0])], torch.full_like(want[0], 2))
-        plain = torch.tensor_split(x, given)  # indices that one process has in full
+        plain = torch.tensor_split(x, given)  # a plain tensor of indices
         assert torch.equal(plain[1].full_tensor().ranks[0], want[1])
 
 
-def test_plain_tensors_go_torchs_own_way():
+def test_tensor_split_of_plain_tensors_is_torchs():
     assert [len(t) for t in torch.tensor_split(torch.arange(5), torch.tensor([2]))] == [2, 3]

@@ -1,4 +1,4 @@
-"""The gradient of a product is that of plain tensors, where there are zeros, NaN and infinities too."""
+"""Gradients of `prod` equal those of plain tensors, with zeros, NaN and infinities too."""
 
 import logging
 
@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.comm import counting
 
 
-def _given(name):
+def _input(name):
     t = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     match name:
         case "one zero":
@@ -27,14 +27,14 @@ def _given(name):
             t = torch.complex(t, t.flip(0))
         case "a scalar":
             t = torch.tensor(2.0, dtype=torch.float64)
-        case "nothing":
+        case "no elements":
             t = t[:0]
     return t
 
 
 KINDS = (
     "numbers", "one zero", "two zeros", "a NaN", "an infinity", "a NaN and two zeros", "complex numbers", "a scalar",
-    "nothing",
+    "no elements",
 )  # fmt: skip
 PRODUCTS = {
     "all": lambda x: x.prod(),
@@ -44,7 +44,7 @@ PRODUCTS = {
 }
 
 
-def _found(fn, x):
+def _derivatives(fn, x):
     out = fn(x)
     loss = (out * out).sum()
     loss = loss.real if loss.is_complex() else loss
@@ -59,18 +59,18 @@ def _found(fn, x):
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_plain_tensors(name, product, placement, caplog):
     caplog.set_level(logging.ERROR, logger="shardwise")
-    t, fn = _given(name), PRODUCTS[product]
+    t, fn = _input(name), PRODUCTS[product]
     if placement.is_shard() and t.dim() == 0:
-        return
-    want = _found(fn, t.clone().requires_grad_())
+        pytest.skip("a scalar has no dim to split")
+    want = _derivatives(fn, t.clone().requires_grad_())
     with sw.simulate(2):
         x = sw.distribute_tensor(t, sw.init_device_mesh("cpu", (2,)), [placement]).requires_grad_()
-        for mine, plain in zip(_found(fn, x), want, strict=True):
+        for mine, plain in zip(_derivatives(fn, x), want, strict=True):
             torch.testing.assert_close(mine.full_tensor().ranks[0], plain, equal_nan=True)
 
 
-def _with_a_tangent(fn, x):
-    """The derivative that comes along, and the gradient of it."""
+def _forward_derivative(fn, x):
+    """The sum of the forward-mode derivative, and its gradient."""
     with forward_ad.dual_level():
         out = forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x.detach().cos()))).tangent.sum()
         return out.detach(), *torch.autograd.grad(out, x)
@@ -79,18 +79,18 @@ def _with_a_tangent(fn, x):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("product", ["all", "along 0", "along -1"])
 @pytest.mark.parametrize("name", ["numbers", "one zero"])
-def test_tangents_of_what_wants_a_gradient_too(name, product, caplog):
+def test_forward_mode_derivatives_of_tensors_that_require_gradients(name, product, caplog):
     caplog.set_level(logging.ERROR, logger="shardwise")
-    t, fn = _given(name), PRODUCTS[product]
-    want = _with_a_tangent(fn, t.clone().requires_grad_())
+    t, fn = _input(name), PRODUCTS[product]
+    want = _forward_derivative(fn, t.clone().requires_grad_())
     with sw.simulate(2):
         x = sw.distribute_tensor(t, sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)]).requires_grad_()
-        for mine, plain in zip(_with_a_tangent(fn, x), want, strict=True):
+        for mine, plain in zip(_forward_derivative(fn, x), want, strict=True):
             torch.testing.assert_close(mine.full_tensor().ranks[0], plain)
 
 
-def test_without_zeros_no_factor_is_sent():
-    """The product and how many zeros there are: two numbers, whatever the size."""
+def test_without_zeros_the_operand_is_not_gathered():
+    """The product and the number of zeros are sent: two numbers, whatever the size."""
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.distribute_tensor(torch.full((1000,), 1.001), mesh, [sw.Shard(0)]).requires_grad_()
@@ -99,7 +99,7 @@ def test_without_zeros_no_factor_is_sent():
         assert ledger.bytes < 100
 
 
-def on_a_part():
+def on_two_of_four_ranks():
     mesh = sw.DeviceMesh("cpu", [0, 1])
     x = sw.distribute_tensor(torch.tensor([1.0, 2, 3]), mesh, [sw.Shard(0)]).requires_grad_()
     x.prod().backward()
@@ -107,5 +107,5 @@ def on_a_part():
 
 
 @pytest.mark.processes
-def test_on_real_processes_some_of_them_off_the_mesh(workers):
-    assert workers.run(on_a_part) == [[6, 3, 2]] * 2 + [(3,)] * 2
+def test_gradients_on_real_processes_with_ranks_off_the_mesh(workers):
+    assert workers.run(on_two_of_four_ranks) == [[6, 3, 2]] * 2 + [(3,)] * 2

@@ -1,11 +1,11 @@
-"""The same random numbers on any mesh: each program draws on DTensors what it draws on one device, to the bit."""
+"""Random ops on DTensors of any mesh give bitwise the same numbers as on one device."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import strategies
-from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.nn import init
 
 import shardwise as sw
@@ -16,13 +16,13 @@ from shardwise.random.uniform import last_below
 
 MESHES = {
     "2": ((2,), [Shard(0)]),
-    "2, along rows": ((2,), [Shard(1)]),
-    "2, copies": ((2,), [Replicate()]),
+    "2, columns": ((2,), [Shard(1)]),
+    "2, replicated": ((2,), [Replicate()]),
     "3": ((3,), [Shard(0)]),
-    "3, along rows": ((3,), [Shard(1)]),
+    "3, columns": ((3,), [Shard(1)]),
     "2x2": ((2, 2), [Shard(0), Shard(1)]),
     "2x2, one dim": ((2, 2), [Shard(1), Shard(1)]),
-    "2x2, copies": ((2, 2), [Replicate(), Shard(0)]),
+    "2x2, replicated on dp": ((2, 2), [Replicate(), Shard(0)]),
 }
 
 
@@ -30,11 +30,11 @@ def mesh_of(shape):
     return sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
 
 
-def whole(t):
+def full(t):
     if isinstance(t, sw.DTensor):
         ranks = t.full_tensor()
         ranks = list(ranks.ranks) if isinstance(ranks, sw.PerRank) else [ranks]
-        assert all(torch.equal(r, ranks[0]) or r.isnan().any() for r in ranks), "ranks differ"
+        assert all(torch.equal(r, ranks[0]) for r in ranks), "ranks differ"
         return ranks[0]
     return t
 
@@ -43,11 +43,11 @@ X = torch.arange(35, dtype=torch.float32).view(5, 7).sin()
 IMAGE = torch.arange(2 * 6 * 4 * 5, dtype=torch.float32).view(2, 6, 4, 5).cos()
 INTS = torch.arange(35).view(5, 7)
 
-DRAWN = {
+BITWISE = {
     "normal_": lambda x, i, n: [x.clone().normal_(), x.clone().normal_(2, 3), x.double().normal_(), x.bfloat16().normal_()],
     "uniform_": lambda x, i, n: [x.clone().uniform_(), x.clone().uniform_(-1, 4), x.double().uniform_(), x.half().uniform_()],
     "bernoulli_": lambda x, i, n: [x.clone().bernoulli_(), x.clone().bernoulli_(0.2), n.clone().bernoulli_(0.7), (x > 0).bernoulli_(0.4)],
-    "bernoulli_ of chances": lambda x, i, n: [x.clone().bernoulli_(x.abs()), x.clone().bernoulli_(x[:1].abs()), n.clone().bernoulli_(x.abs().double())],
+    "bernoulli_ of probabilities": lambda x, i, n: [x.clone().bernoulli_(x.abs()), x.clone().bernoulli_(x[:1].abs()), n.clone().bernoulli_(x.abs().double())],
     "exponential_": lambda x, i, n: [x.clone().exponential_(), x.clone().exponential_(3.0), x.double().exponential_(0.5)],
     "cauchy_": lambda x, i, n: [x.clone().cauchy_(), x.clone().cauchy_(1, 2)],
     "log_normal_": lambda x, i, n: [x.clone().log_normal_(), x.clone().log_normal_(0.5, 0.3)],
@@ -65,16 +65,16 @@ DRAWN = {
     "poisson": lambda x, i, n: [torch.poisson(x.abs() * 3), torch.poisson(x.abs() * 100), torch.poisson(x.double().abs())],
     "other distributions": lambda x, i, n: [torch.binomial(n.float(), x.abs()), torch._standard_gamma(x.abs() + 0.5)],
     "views": lambda x, i, n: [x.clone().t().normal_(), x.clone().view(-1).uniform_(), i.clone().flatten(1, 2).normal_(), i.clone().transpose(1, 3).uniform_()],
-    "parts": lambda x, i, n: [_part_filled(x)],
+    "slices": lambda x, i, n: [_fill_slices(x)],
     "out": lambda x, i, n: [torch.bernoulli(x.abs(), out=torch.empty_like(x)), torch.normal(x, 1.0, out=torch.empty_like(x))],
     "in inference mode": lambda x, i, n: _in_inference(x, i),
     "with gradients": lambda x, i, n: _with_gradients(x),
     "in transforms": lambda x, i, n: _in_transforms(x, i),
-    "twice": lambda x, i, n: [torch.rand_like(x), torch.rand_like(x)],
+    "two calls": lambda x, i, n: [torch.rand_like(x), torch.rand_like(x)],
 }  # fmt: skip
 
 
-def _part_filled(x):
+def _fill_slices(x):
     y = x.clone()
     y[:, 2:5].normal_()
     y[1].uniform_()
@@ -168,20 +168,20 @@ def on_one_device(program):
         return program(X.clone(), IMAGE.clone(), INTS.clone())
 
 
-def on_a_mesh(program, shape, lies):
+def on_mesh(program, shape, placements):
     mesh = mesh_of(shape)
-    given = [sw.distribute_tensor(t, mesh, lies) for t in (X, IMAGE, INTS)]
+    tensors = [sw.distribute_tensor(t, mesh, placements) for t in (X, IMAGE, INTS)]
     sw.manual_seed(11)
-    return [whole(t) for t in program(*given)]
+    return [full(t) for t in program(*tensors)]
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", BITWISE)
 @pytest.mark.parametrize("where", MESHES)
-def test_the_same_bits_as_on_one_device(where, name):
-    expected = on_one_device(DRAWN[name])
-    shape, lies = MESHES[where]
+def test_random_ops_are_bitwise_those_of_one_device(where, name):
+    expected = on_one_device(BITWISE[name])
+    shape, placements = MESHES[where]
     with sw.simulate(6):
-        got = on_a_mesh(DRAWN[name], shape, lies)
+        got = on_mesh(BITWISE[name], shape, placements)
     for number, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.dtype == b.dtype, number
         assert torch.equal(a, b), number
@@ -189,17 +189,17 @@ def test_the_same_bits_as_on_one_device(where, name):
 
 @pytest.mark.parametrize("name", CLOSE)
 @pytest.mark.parametrize("where", MESHES)
-def test_the_same_numbers_where_others_are_made_of_them(where, name):
+def test_functions_of_random_numbers_are_close_to_those_of_one_device(where, name):
     expected = on_one_device(CLOSE[name])
-    shape, lies = MESHES[where]
+    shape, placements = MESHES[where]
     with sw.simulate(6):
-        got = on_a_mesh(CLOSE[name], shape, lies)
+        got = on_mesh(CLOSE[name], shape, placements)
     torch.testing.assert_close(got, expected)
 
 
-def on_processes():
+def differences():
     wrong = []
-    for where, (shape, lies) in MESHES.items():
+    for where, (shape, placements) in MESHES.items():
         if shape == (3,):
             continue
         mesh = (
@@ -207,22 +207,22 @@ def on_processes():
             if shape == (2, 2)
             else sw.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
         )
-        for name, program in (DRAWN | CLOSE).items():
-            given = [sw.distribute_tensor(t, mesh, lies) for t in (X, IMAGE, INTS)]
+        for name, program in (BITWISE | CLOSE).items():
+            tensors = [sw.distribute_tensor(t, mesh, placements) for t in (X, IMAGE, INTS)]
             if mesh.get_coordinate() is None:
                 continue
             sw.manual_seed(11)
-            got = [t.full_tensor() if isinstance(t, sw.DTensor) else t for t in program(*given)]
+            got = [t.full_tensor() if isinstance(t, sw.DTensor) else t for t in program(*tensors)]
             for number, (a, b) in enumerate(zip(got, on_one_device(program), strict=True)):
-                same = torch.equal(a, b) if name in DRAWN else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+                same = torch.equal(a, b) if name in BITWISE else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
                 if a.dtype != b.dtype or not same:
                     wrong.append((where, name, number))
     return wrong
 
 
 @pytest.mark.processes
-def test_the_same_bits_on_real_processes(workers):
-    assert workers.run(on_processes) == [[]] * 4
+def test_random_ops_on_real_processes_are_those_of_one_device(workers):
+    assert workers.run(differences) == [[]] * 4
 
 
 def test_a_plain_out_is_resized_as_torch_does():
@@ -230,24 +230,24 @@ def test_a_plain_out_is_resized_as_torch_does():
         assert torch.bernoulli(X.abs(), out=torch.empty(0)).shape == X.shape
 
 
-def test_plain_tensors_that_torch_makes_pass_inside_one_device_and_others_do_not():
+def test_only_plain_tensors_created_by_torch_count_as_replicated_inside_one_device():
     with sw.simulate(2), sw.one_device():
         mesh = mesh_of((2,))
         x = sw.distribute_tensor(torch.ones(2, 2, 4, 4), mesh, [Shard(0)])
         assert x[:, [0, 1]].shape == x.shape
         assert F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.1).shape == x.shape
-        held = torch.ones(4)
+        plain = torch.ones(4)
         with pytest.raises(LayoutError, match="mixed"):
-            x + held
+            x + plain
 
 
-def test_ops_that_draw_nothing_are_the_same_inside_one_device():
+def test_one_device_does_not_change_other_ops():
     a, b = (
         torch.arange(12.0).view(4, 3).sin() + 1j * torch.arange(12.0).view(4, 3).cos() * n for n in (1, 2)
     )
-    alone = torch.linalg.lstsq(a, b, driver="gels").residuals
-    with sw.one_device():  # a dispatch mode alone makes torch forget conjugates here
-        torch.testing.assert_close(torch.linalg.lstsq(a, b, driver="gels").residuals, alone)
+    expected = torch.linalg.lstsq(a, b, driver="gels").residuals
+    with sw.one_device():  # a plain dispatch mode would lose the conjugate bit here
+        torch.testing.assert_close(torch.linalg.lstsq(a, b, driver="gels").residuals, expected)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,7 @@ def test_ops_that_draw_nothing_are_the_same_inside_one_device():
     ],
     ids=["bernoulli", "poisson", "normal", "multinomial"],
 )
-def test_value_checks_raise_alike_everywhere_and_are_communication_that_can_be_refused(
-    draw, message, collectives
-):
+def test_value_checks_raise_on_every_rank_and_obey_the_policy(draw, message, collectives):
     values = X.abs() + 0.1
     sw.manual_seed(11)
     with sw.one_device():
@@ -277,14 +275,33 @@ def test_value_checks_raise_alike_everywhere_and_are_communication_that_can_be_r
             draw(x)
         assert refused.collectives == 0
         assert [(sent.step, sent.axes) for sent in ledger.entries] == [("all-reduce", ("dp",))] * collectives
-        assert torch.equal(whole(got), expected)
+        assert torch.equal(full(got), expected)
         values[-1, 3] = -1  # in the block of the last rank
         with pytest.raises(RuntimeError, match=message):
             draw(sw.distribute_tensor(values, mesh, [Shard(0)]))
 
 
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (torch.poisson, "invalid Poisson rate"),
+        (torch._standard_gamma, "positive and finite concentrations"),
+        (lambda x: torch.binomial(x, torch.zeros_like(x)), "non-negative integer counts"),
+    ],
+)
+def test_infinite_parameters_are_found_before_any_rank_draws(draw, message):
+    values = torch.tensor([1.0, 2.0, 3.0, float("inf")])
+    with sw.one_device(), pytest.raises(RuntimeError, match=message):
+        draw(values)
+    with sw.simulate(2), counting() as ledger:
+        x = sw.distribute_tensor(values, mesh_of((2,)), [Shard(0)], src_data_rank=None)
+        with pytest.raises(RuntimeError, match=message):
+            draw(x)
+        assert [sent.step for sent in ledger.entries] == ["all-reduce"]  # all ranks learn of it
+
+
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_recurrent_modules_begin_with_zeros(kind):
+def test_recurrent_modules_create_their_initial_state(kind):
     module = kind(7, 3, num_layers=2, dropout=0.5)
     sw.manual_seed(11)
     with sw.one_device():
@@ -298,7 +315,7 @@ def test_recurrent_modules_begin_with_zeros(kind):
         module._init_flat_weights()
         sw.manual_seed(11)
         got = module(sw.distribute_tensor(X[None], mesh, [Replicate()]))[0]
-        torch.testing.assert_close(whole(got.detach()), expected)
+        torch.testing.assert_close(full(got.detach()), expected)
 
 
 KINDS = {
@@ -307,14 +324,14 @@ KINDS = {
     "normal, complex": (torch.complex64, lambda x: x.normal_()),
     "uniform": (torch.float32, lambda x: x.uniform_(-1, 3)),
     "uniform, narrow": (torch.bfloat16, lambda x: x.uniform_()),
-    "coins": (torch.bool, lambda x: x.bernoulli_(0.3)),
+    "bernoulli": (torch.bool, lambda x: x.bernoulli_(0.3)),
     "integers": (torch.int32, lambda x: x.random_(-7, 100)),
-    "waits": (torch.float32, lambda x: x.exponential_(2)),
+    "exponential": (torch.float32, lambda x: x.exponential_(2)),
 }
 
 
 @given(st.data())
-def test_any_layout_draws_the_same(data):
+def test_random_numbers_do_not_depend_on_the_layout(data):
     axes = data.draw(strategies.axes(max_count=12))
     layout = data.draw(strategies.layouts(axes, partial=False))
     dtype, draw = KINDS[data.draw(st.sampled_from(sorted(KINDS)))]
@@ -327,19 +344,19 @@ def test_any_layout_draws_the_same(data):
         got = draw(sw.distribute_tensor(torch.zeros(layout.shape, dtype=dtype), mesh, layout.placements))
         assert got.sharding == layout
         for rank, coord in members_of(mesh).items():
-            mine = expected
+            block = expected
             for dim, indices in enumerate(owned(layout, coord)):
-                mine = mine.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
-            assert torch.equal(got.to_local().of_rank(rank), mine)
+                block = block.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
+            assert torch.equal(got.to_local().of_rank(rank), block)
 
 
-def test_another_default_device_changes_nothing():
-    def drawn():
+def test_the_default_device_does_not_change_random_numbers():
+    def draw():
         sw.manual_seed(5)
-        whole = sw.randint(1, 9, (4,), dtype=torch.float32, device="cpu")
-        return torch.cat([whole, sw.rand(4, device="cpu"), sw.randn(4, device="cpu")])
+        integers = sw.randint(1, 9, (4,), dtype=torch.float32, device="cpu")
+        return torch.cat([integers, sw.rand(4, device="cpu"), sw.randn(4, device="cpu")])
 
-    expected = drawn()
+    expected = draw()
     last_below.cache_clear()
     with torch.device("meta"):
-        assert torch.equal(drawn(), expected)
+        assert torch.equal(draw(), expected)

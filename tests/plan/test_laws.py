@@ -1,4 +1,4 @@
-"""Laws of the cost model and of plans: what is estimated is what is sent, and grows with it."""
+"""Properties of the cost model and of plans: estimates equal what is sent, and grow with it."""
 
 import math
 
@@ -10,7 +10,7 @@ from tests.strategies import axes, layouts, shapes
 import shardwise as sw
 from shardwise.comm import counting
 from shardwise.dispatch import find_route
-from shardwise.layout import Axes, Layout
+from shardwise.layout import Axes, Layout, refine
 from shardwise.plan import CostModel, plan_redistribute
 from shardwise.plan.settings import current_costs
 
@@ -30,15 +30,14 @@ def test_seconds_grow_with_the_bytes(pair, model, itemsize):
     source, target = pair
     plan = plan_redistribute(source, target, itemsize, model)
     larger = plan_redistribute(source, target, 2 * itemsize, model)
-    assert model.total([plan]) <= model.total([larger])
-    assert model.total([plan]) <= 2 * model.total([plan])
+    assert model.total([plan]) <= model.total([larger]) <= 2 * model.total([plan]) * (1 + 1e-12)
     collectives = [s for s in plan.steps if s.is_collective]
     assert (model.total([plan]) > 0) == bool(collectives)
 
 
 @given(models, st.integers(1, 6), st.integers(1, 5), st.sampled_from(["gather", "reduce"]))
 def test_seconds_grow_with_the_ranks(model, ranks, rows, kind):
-    """More ranks with blocks of the same size send at least as much each."""
+    """With more ranks and blocks of the same size, each rank sends at least as much."""
 
     def seconds(n):
         on = Axes((n,), ("a",))
@@ -54,22 +53,18 @@ def test_seconds_grow_with_the_ranks(model, ranks, rows, kind):
 
 
 @given(st.data(), models)
-def test_a_plan_is_never_dearer_than_one_by_way_of_another_layout(data, model):
+def test_a_plan_costs_no_more_than_one_through_another_layout(data, model):
     on, shape = data.draw(axes()), data.draw(shapes())
     # pending reductions may have a cheaper detour that the search does not propose
     a, b, c = (data.draw(layouts(on, shape)).with_partial({}) for _ in range(3))
     direct = model.total([plan_redistribute(a, c, 4, model)])
     detour = model.total([plan_redistribute(a, b, 4, model), plan_redistribute(b, c, 4, model)])
-    assert direct <= detour * (1 + 1e-9) or _cuts_across(a, c)
-
-
-def _cuts_across(a, c):
-    """Blocks of factored dims that cut across each other are gathered first: no single exchange describes that."""
-    return any(len(dim) > 1 for layout in (a, c) for dim in layout.dims)
+    # layouts without a common refinement are gathered first, since no single exchange connects them
+    assert direct <= detour * (1 + 1e-9) or refine(a, c) is None
 
 
 @given(pairs())
-def test_the_bytes_of_a_plan_are_those_that_are_sent(pair):
+def test_a_plan_states_what_is_sent(pair):
     source, target = pair
     n = math.prod(source.axes.sizes)
     assume(n <= 8 and all(op == "sum" for layout in pair for _, op in layout.partial))
@@ -106,7 +101,7 @@ CALLS = {
     st.sampled_from(sorted(CALLS)),
     st.sampled_from([CostModel(), CostModel(0.0, 1e6), CostModel(1.0, 1e12)]),
 )
-def test_what_a_call_is_predicted_to_send_is_what_it_sends(data, name, model):
+def test_the_route_of_a_call_states_what_is_sent_and_returned(data, name, model):
     on = data.draw(axes())
     assume(math.prod(on.sizes) <= 8)
     with sw.simulate(math.prod(on.sizes)), sw.costs(model):
@@ -128,7 +123,7 @@ def test_what_a_call_is_predicted_to_send_is_what_it_sends(data, name, model):
 
 
 def test_a_cost_model_reaches_every_decision():
-    """Where latency is everything, the fewest collectives win; where bandwidth is, the fewest bytes."""
+    """High latency favours few collectives, and low bandwidth few bytes."""
     few, small = CostModel(latency=1.0, bandwidth=1e15), CostModel(latency=0.0, bandwidth=1e3)
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -144,7 +139,7 @@ def test_a_cost_model_reaches_every_decision():
     assert sent["few again"] == sent["few"]
 
 
-def measured():
+def measure():
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = CostModel.measure(mesh)
     x = sw.distribute_tensor(torch.randn(8, 8), mesh, [sw.Shard(0), sw.Shard(1)])
@@ -152,8 +147,8 @@ def measured():
         return repr(model), x.softmax(1).full_tensor().sum().item()
 
 
-def test_a_model_is_measured_alike_on_all_ranks(workers):
-    results = workers.run(measured)
+def test_a_measured_model_is_the_same_on_all_ranks(workers):
+    results = workers.run(measure)
     assert len(set(results)) == 1
     model = eval(results[0][0])
     assert set(model.latency) == set(model.bandwidth) == {"dp", "tp"}
@@ -161,6 +156,6 @@ def test_a_model_is_measured_alike_on_all_ranks(workers):
     assert all(1e5 < v < 1e13 for v in model.bandwidth.values())
 
 
-def test_a_simulation_has_nothing_to_measure():
+def test_measuring_a_simulation_gives_the_default_model():
     with sw.simulate(2):
         assert CostModel.measure(sw.init_device_mesh("cpu", (2,))) == CostModel()

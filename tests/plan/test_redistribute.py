@@ -1,4 +1,4 @@
-"""What a plan promises, told without tensors: where each step leads, what it sends, and that no way is better."""
+"""Plans without tensors: the layouts of each step, what it sends, and that no plan is better."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from tests.plan.torch_comparison import ITEMSIZE, compare, placements
 from tests.plan.torch_reference import EVEN, load_reference
 from tests.strategies import axes, coords, layouts, many, shapes
 
-from shardwise.comm import peers_of
+from shardwise.comm.mesh import peers_of
 from shardwise.layout import (
     Axes,
     Factor,
@@ -50,13 +50,13 @@ def pairs(draw, *, plain=None, partial=True, max_count=12, max_size=13):
     return tuple(draw(layouts(on, shape, plain=plain, partial=partial)) for _ in range(2))
 
 
-def held(layout, coord):
-    """What a rank owns, as a set for each dim."""
+def block_of(layout, coord):
+    """The indices that a rank owns, as a set for each dim."""
     return [set(indices) for indices in owned(layout, coord)]
 
 
 def size(*blocks):
-    """How many elements some blocks have in common."""
+    """The number of elements that some blocks have in common."""
     return math.prod(len(set.intersection(*dims)) for dims in zip(*blocks, strict=True))
 
 
@@ -68,14 +68,14 @@ def seconds(plan):
     return sum(CostModel().seconds(step, plan.itemsize) for step in plan.steps)
 
 
-# ---- each step is what it says
+# ---- steps
 
 
 def _check(step):
-    """A step's layouts and its count of elements, by what every rank owns."""
+    """Check the layouts of a step and its number of elements by what every rank owns."""
     source, target, on = step.source, step.target, step.source.axes
     before, after = dict(source.partial), dict(target.partial)
-    blocks = {c: (held(source, c), held(target, c)) for c in coords(on)}
+    blocks = {c: (block_of(source, c), block_of(target, c)) for c in coords(on)}
     groups = {c: peers_of(c, step.axes, on.sizes) for c in blocks}
     sent = Fraction(0)
     for me, (ours, goal) in blocks.items():
@@ -95,7 +95,7 @@ def _check(step):
                 assert is_within(ours, goal)
                 assert source.sharded - target.sharded <= after.keys()
             case AllGather() | AllToAll():
-                # each element of the new block is with exactly one of those it hears from
+                # each element of the new block is owned by exactly one peer
                 arriving = {p: size(blocks[p][0], goal) for p in groups[me]}
                 assert before == after
                 assert sum(arriving.values()) == size(goal)
@@ -116,7 +116,7 @@ def _check(step):
                 assert all(is_within(goal, blocks[p][0]) for p in groups[me])
                 sent += len(others) * size(goal)
             case _:
-                raise AssertionError(f"there is no such step: {step}")
+                raise AssertionError(f"unknown step: {step}")
     assert step.is_collective == bool(step.axes)
     assert step.group_size == math.prod(on.sizes_of(step.axes))
     assert step.elements == sent
@@ -124,33 +124,33 @@ def _check(step):
 
 @many
 @given(pairs())
-def test_steps_lead_from_source_to_target_and_are_what_they_say(pair):
+def test_steps_lead_from_source_to_target(pair):
     source, target = pair
     plan = plan_redistribute(source, target, itemsize=2)
-    here = source
+    current = source
     for step in plan.steps:
-        assert step.source is here
-        assert step.target is not here
+        assert step.source is current
+        assert step.target is not current
         _check(step)
-        here = step.target
-    assert here is target
+        current = step.target
+    assert current is target
     assert (plan.source, plan.target) == pair
     assert plan.bytes == 2 * sum(step.elements for step in plan.steps)
     assert plan.collectives == sum(bool(step.axes) for step in plan.steps)
 
 
 @given(pairs())
-def test_a_step_talks_over_axes_that_have_someone_on_them(pair):
+def test_no_step_uses_an_axis_of_size_one(pair):
     for step in plan_redistribute(*pair).steps:
         assert all(step.source.axes.sizes[a] > 1 for a in step.axes)
 
 
 @given(layouts())
-def test_from_a_layout_to_itself_there_is_nothing_to_do(layout):
+def test_a_plan_to_the_same_layout_is_empty(layout):
     assert plan_redistribute(layout, layout).steps == ()
 
 
-def test_a_dim_counted_from_the_back_is_the_same_dim():
+def test_negative_dims_count_from_the_back():
     on = Axes((2, 2), ("dp", "tp"))
     front = Layout.of((4, 6), on, [Shard(1), Replicate()])
     back = Layout.of((4, 6), on, [Shard(-1), Replicate()])
@@ -158,14 +158,14 @@ def test_a_dim_counted_from_the_back_is_the_same_dim():
 
 
 @given(st.data())
-def test_what_is_only_cut_finer_is_not_sent(data):
+def test_splitting_a_replicated_tensor_sends_nothing(data):
     on, shape = data.draw(axes(max_count=12)), data.draw(shapes(max_dims=3))
     target = data.draw(layouts(on, shape, partial=False))
     assert plan_redistribute(Layout.replicated(shape, on), target).collectives == 0
 
 
 @given(st.data())
-def test_what_becomes_pending_is_not_sent(data):
+def test_redistributing_to_partial_sends_nothing(data):
     on, shape = data.draw(axes(max_count=12)), data.draw(shapes(max_dims=3))
     target = data.draw(layouts(on, shape))
     source = target.with_partial({})
@@ -173,7 +173,7 @@ def test_what_becomes_pending_is_not_sent(data):
 
 
 @given(pairs())
-def test_of_nothing_nothing_is_sent(pair):
+def test_an_empty_tensor_sends_nothing(pair):
     dims = [[Factor(0, tuple(a for dim in x.dims for f in dim for a in f.axes))] for x in pair]
     a, b = (Layout(x.axes, [d], dict(x.partial)) for x, d in zip(pair, dims, strict=True))
     plan = plan_redistribute(a, b)
@@ -204,7 +204,7 @@ def test_of_nothing_nothing_is_sent(pair):
         ("[8, 6]", "[8:dp, 6:tp]", ["slice"]),
     ],
 )
-def test_these_are_the_steps(source, target, steps):
+def test_steps_of_common_pairs(source, target, steps):
     on = Axes((2, 2), ("dp", "tp"))
     plan = plan_redistribute(parse_layout(source, on)[0], parse_layout(target, on)[0])
     assert [str(step).partition(":")[0] for step in plan.steps] == steps
@@ -218,7 +218,7 @@ def test_a_plan_prints_its_steps_and_their_bytes():
     )
 
 
-def test_a_plan_is_made_once_and_is_the_same_object_then():
+def test_plans_are_cached():
     on = Axes((2, 2), ("dp", "tp"))
     a, b = parse_layout("[8:dp, 6]", on)[0], parse_layout("[8, 6:tp]", on)[0]
     plan = plan_redistribute(a, b, 4)
@@ -241,18 +241,18 @@ def test_another_shape_or_mesh_is_an_error(other, fact):
         plan_redistribute(Layout.replicated((8, 6), Axes((2, 2))), other)
 
 
-# ---- no way is better
+# ---- optimality
 
 
 def gather_then_slice(source, target):
-    """Collectives and elements of the plain way: all-reduce axis by axis, gather it all at once, cut it."""
+    """Collectives and elements of the simplest plan: all-reduce axis by axis, gather everything, slice."""
     wanted = dict(target.partial)
-    going = {a: op for a, op in source.partial if {op, wanted.get(a)} not in ({op}, {"sum", "avg"})}
+    completed = {a: op for a, op in source.partial if {op, wanted.get(a)} not in ({op}, {"sum", "avg"})}
     whole = [[Factor(n)] for n in source.shape]
-    left = {a: op for a, op in source.partial if a not in going}
-    reduced = AllReduce(source, source.with_partial(left), tuple(going))
+    left = {a: op for a, op in source.partial if a not in completed}
+    reduced = AllReduce(source, source.with_partial(left), tuple(completed))
     gather = AllGather(reduced.target, reduced.target.with_dims(whole))
-    return len(going) + bool(source.sharded), reduced.elements * bool(going) + gather.elements
+    return len(completed) + bool(source.sharded), reduced.elements * bool(completed) + gather.elements
 
 
 @many
@@ -261,41 +261,41 @@ def test_no_plan_sends_more_than_gather_then_slice(pair):
     plan = plan_redistribute(*pair, itemsize=1)
     collectives, elements = gather_then_slice(*pair)
     assert plan.bytes <= elements
-    # one more where blocks cut across each other: gathering only the dims where they do needs less room
+    # one more if there is no common refinement: only some dims are gathered then, which needs less memory
     assert plan.collectives <= collectives + (refine(*pair) is None)
 
 
 @many
 @given(pairs(partial=False, max_size=2000))
-def test_only_blocks_that_cut_across_each_other_need_more_room_than_the_ends(pair):
+def test_only_layouts_without_a_common_refinement_need_larger_blocks_than_source_and_target(pair):
     source, target = pair
-    room = max(largest_block(source), largest_block(target))
+    limit = max(largest_block(source), largest_block(target))
     steps = plan_redistribute(source, target).steps
-    assert refine(source, target) is None or all(largest_block(step.target) <= room for step in steps)
+    assert refine(source, target) is None or all(largest_block(step.target) <= limit for step in steps)
 
 
 @many
 @given(pairs(plain=True, max_size=2000))
-def test_no_plain_pair_needs_more_room_than_its_ends(pair):
+def test_plain_layouts_never_need_larger_blocks_than_source_and_target(pair):
     source, target = pair
-    room = max(largest_block(source), largest_block(target))
-    assert all(largest_block(step.target) <= room for step in plan_redistribute(source, target).steps)
+    limit = max(largest_block(source), largest_block(target))
+    assert all(largest_block(step.target) <= limit for step in plan_redistribute(source, target).steps)
 
 
-def test_room_goes_before_bytes():
-    # reducing later would send less, but from blocks twice as large as both ends
+def test_memory_has_priority_over_bytes():
+    # reducing later would send less, but with blocks twice as large as those of source and target
     on = Axes((3, 2, 4), ("dp", "tp", "cp"))
     source, target = (parse_layout(t, on)[0] for t in ("[6:dp, 1, 5] P(tp,sum)", "[6:tp, 1:dp,cp, 5]"))
     plan = plan_redistribute(source, target)
     assert [step.name for step in plan.steps] == ["reduce-scatter", "all-to-all"]
     late = parse_layout("[6, 1:dp,cp, 5] P(tp,sum)", on)[0]
-    around = plan_redistribute(source, late).bytes + plan_redistribute(late, target).bytes
-    assert around < plan.bytes
+    detour = plan_redistribute(source, late).bytes + plan_redistribute(late, target).bytes
+    assert detour < plan.bytes
     assert largest_block(late) > max(largest_block(source), largest_block(target))
 
 
-def test_what_can_be_cut_is_cut_before_anything_is_sent():
-    # the second dim must be gathered, for its blocks cut across; the first one need not go with it whole
+def test_dims_are_split_before_anything_is_sent():
+    # the second dim must be gathered, since its splits have no common refinement; the first one is split before that
     on = Axes((3, 3, 2), ("dp", "tp", "cp"))
     source, target = (parse_layout(t, on)[0] for t in ("[8, 12:cp] P(dp,sum)", "[8:tp, 3:cp 4]"))
     plan = plan_redistribute(source, target)
@@ -308,11 +308,11 @@ def test_no_detour_is_cheaper(data):
     on, shape = data.draw(axes(max_count=16)), data.draw(shapes(max_dims=3, max_size=2000))
     source, target, detour = (data.draw(layouts(on, shape, plain=True, partial=False)) for _ in range(3))
     if largest_block(detour) <= max(largest_block(source), largest_block(target)):
-        around = seconds(plan_redistribute(source, detour)) + seconds(plan_redistribute(detour, target))
-        assert seconds(plan_redistribute(source, target)) <= around * (1 + 1e-9)
+        through = seconds(plan_redistribute(source, detour)) + seconds(plan_redistribute(detour, target))
+        assert seconds(plan_redistribute(source, target)) <= through * (1 + 1e-9)
 
 
-def test_no_pair_sends_more_than_torch_and_all_of_them_send_far_less():
+def test_no_pair_sends_more_than_torch_and_all_together_send_a_quarter_less():
     theirs, ours = [0, 0], [0, 0]
     for case, table in REFERENCE.items():
         found = compare(case, table)
@@ -328,8 +328,8 @@ GROWN = {2: (32, 16), 3: (8, 8, 8)}  # 512 times the elements
 
 
 @pytest.mark.parametrize("case", [case for case in REFERENCE if case[1] in EVEN], ids=str)
-def test_large_tensors_do_not_trade_what_torch_has_for_something_else(case):
-    # with blocks that are even everywhere, torch's bytes grow with the tensor, and its collectives stay
+def test_large_tensors_need_no_more_collectives_or_bytes_than_torch(case):
+    # with even blocks torch's bytes are proportional to the size, and the number of collectives is constant
     mesh, small = case
     shape = tuple(n * k for n, k in zip(small, GROWN[len(small)], strict=True))
     on, step = Axes(mesh), 1 if len(mesh) < 3 else 5
@@ -361,14 +361,14 @@ def test_planning_takes_milliseconds(mesh, shape):
 
 @given(pairs(plain=True))
 def test_planning_is_the_same_on_every_rank(pair):
-    """No rank knows more than layouts, and the search breaks ties by order alone: a second one finds the same."""
+    """The search depends on layouts alone and breaks ties by order, so a second search finds the same plan."""
     first = plan_redistribute(*pair)
     forget_decisions()
     refine.cache_clear()
     assert plan_redistribute(*pair).steps == first.steps
 
 
-def test_pending_of_another_kind_is_reduced_first():
+def test_a_pending_sum_is_reduced_before_it_becomes_a_pending_max():
     on = Axes((2, 2), ("dp", "tp"))
     a = Layout.of((8, 6), on, [Partial("sum"), Partial("sum")])
     b = Layout.of((8, 6), on, [Partial("max"), Replicate()])

@@ -1,4 +1,4 @@
-"""The reference says what torch sends, and the committed table still says it."""
+"""The reference counts what torch sends, and the committed table is up to date."""
 
 import logging
 import random
@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
         ("R", "S0", Traffic(0, 0)),
         ("S0", "R", Traffic(1, 8 * 7 * 64)),
         ("S1", "R", Traffic(1, 8 * 7 * 64)),
-        ("S0", "S1", Traffic(1, 8 * 7 * 64)),  # over gloo, gathers what all-to-all would send an 8th of
+        ("S0", "S1", Traffic(1, 8 * 7 * 64)),  # over gloo it gathers; an all-to-all would send an eighth
         ("P", "R", Traffic(1, 2 * 7 * 512)),
         ("P", "S1", Traffic(1, 7 * 512)),
     ],
@@ -45,7 +45,7 @@ def test_one_axis(source: str, target: str, expected: Traffic) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "expected"),
     [
-        # 13 rows on 8 ranks go as 16, 7 columns as 8
+        # 13 rows on 8 ranks are padded to 16, 7 columns to 8
         ("S0", "R", Traffic(1, 7 * 16 * 7 * 4)),
         ("S1", "R", Traffic(1, 7 * 13 * 8 * 4)),
         ("S0", "S1", Traffic(1, 7 * 16 * 8 * 4)),
@@ -57,14 +57,14 @@ def test_padding_is_sent(source: str, target: str, expected: Traffic) -> None:
     assert torch_traffic((8,), (13, 7), (source,), (target,)) == expected
 
 
-def test_groups_of_different_blocks_are_added_up() -> None:
-    # 13 rows are 7 and 6 on the outer axis; in each of its two groups of 4, the 7 columns go as 8
+def test_groups_with_different_blocks_are_summed() -> None:
+    # 13 rows are 7 and 6 on the outer axis; in each of its two groups of 4, the 7 columns are padded to 8
     expected = Traffic(1, 3 * 7 * 8 * 4 + 3 * 6 * 8 * 4)
     assert torch_traffic((2, 4), (13, 7), ("S0", "S1"), ("S0", "R")) == expected
 
 
 def test_nested_uneven_shards_are_planned_by_each_rank() -> None:
-    # inner gathers of (4, 3) rows go as 4 + 4, of (3, 3) as 3 + 3; both outer ones of (7, 6) as 7 + 7
+    # inner gathers of (4, 3) rows send 4 + 4, of (3, 3) 3 + 3; both outer ones of (7, 6) send 7 + 7
     inner = (4 + 4 + 3 + 3) * 7 * 4
     outer = 2 * (7 + 7) * 7 * 4
     assert torch_traffic((2, 2), (13, 7), ("S0", "S0"), ("R", "R")) == Traffic(2, inner + outer)
@@ -108,17 +108,17 @@ def test_ranks_that_disagree_are_refused() -> None:
         _total([[gather], [gather, gather]])
 
 
-def test_leaves_the_process_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_measuring_restores_the_process(caplog: pytest.LogCaptureFixture) -> None:
     level = logging.getLogger("torch.distributed.tensor").level
     with caplog.at_level(logging.WARNING):
-        # a mesh of no other test: torch warns once for each
+        # a mesh that no other test uses, since torch warns once per mesh
         torch_table((2, 3), (16, 8), all_pairs(2, 2))
     assert not dist.is_initialized()
     assert logging.getLogger("torch.distributed.tensor").level == level
     assert not caplog.records
 
 
-def test_refuses_to_disturb_a_process_group() -> None:
+def test_measuring_beside_a_process_group_is_an_error() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(RuntimeError, match="destroy_process_group"), _world_of(0, (2,)):
@@ -131,7 +131,7 @@ def test_refuses_to_disturb_a_process_group() -> None:
 @pytest.mark.parametrize("tensor_ndim", [1, 2, 3])
 def test_all_pairs(mesh_ndim: int, tensor_ndim: int) -> None:
     pairs = all_pairs(mesh_ndim, tensor_ndim)
-    # on one axis: R and each shard go to R and to each shard; P goes to P too
+    # on one axis: R, P and each shard to R and to each shard, and P to P
     on_axis = (tensor_ndim + 1) ** 2 + tensor_ndim + 2
     assert len(pairs) == len(set(pairs)) == on_axis**mesh_ndim - (tensor_ndim + 2) ** mesh_ndim
     for source, target in pairs:
@@ -139,7 +139,7 @@ def test_all_pairs(mesh_ndim: int, tensor_ndim: int) -> None:
         assert all(s == "P" for s, t in zip(source, target, strict=True) if t == "P")
 
 
-def test_the_encoding_keeps_what_torch_cannot_do() -> None:
+def test_the_encoding_keeps_unsupported_pairs() -> None:
     traffic = [Traffic(0, 0), None, Traffic(2, 5), None, Traffic(0, 0)]
     assert _decode(_encode(traffic)) == traffic
 
@@ -152,7 +152,7 @@ def test_the_committed_table_has_all_cases_and_pairs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_committed_table_is_what_torch_sends(case: Case) -> None:
+def test_the_committed_table_equals_what_torch_sends(case: Case) -> None:
     table = load_reference()[case]
     sample = random.Random(0).sample(sorted(table), min(20, len(table)))
     assert torch_table(*case, sample) == {pair: table[pair] for pair in sample}

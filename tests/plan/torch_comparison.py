@@ -1,4 +1,4 @@
-"""Our redistribution plans next to what torch sends: collectives and bytes of every pair of layouts."""
+"""Comparison of our redistribution plans with what torch sends, for every pair of layouts."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ ITEMSIZE = 4  # the reference is in float32
 
 @dataclass(frozen=True)
 class Comparison:
-    """All pairs of one mesh and shape: theirs, ours, and the pairs where ours is worse in either."""
+    """The traffic of all pairs of one mesh and shape, and the pairs for which ours is larger in either number."""
 
     pairs: int
     torch: Traffic
@@ -21,7 +21,7 @@ class Comparison:
 
 
 def placements(tokens: tuple[str, ...]) -> list[Placement]:
-    """Our placements for the reference's tokens."""
+    """The placements for tokens of the reference."""
     known: dict[str, Placement] = {"R": Replicate(), "P": Partial()}
     return [known[t] if t in known else Shard(int(t[1:])) for t in tokens]
 
@@ -35,7 +35,7 @@ def plan_for(case: Case, pair: Pair) -> Plan:
 
 
 def compare(case: Case, reference: dict[Pair, Traffic | None]) -> Comparison:
-    """Our plans for all pairs of a case beside torch's traffic."""
+    """Compare our plans with torch's traffic for all pairs of a case."""
     theirs, ours = [0, 0], [0, 0]
     worse = []
     for pair, traffic in reference.items():

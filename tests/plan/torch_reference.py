@@ -1,7 +1,7 @@
-"""What `torch.distributed.tensor` itself sends in `redistribute`, counted exactly: the reference to beat.
+"""The exact traffic of `redistribute` in `torch.distributed.tensor`, as a reference.
 
-Nothing is modelled: every rank of the mesh in turn runs torch's own `redistribute` over a fake process group,
-and the collectives it calls are written down with the buffers it passes, padding included.
+It is measured, not modelled: each rank of the mesh in turn runs torch's own `redistribute` over a fake process group, and
+the collectives are recorded with the sizes of their buffers, padding included.
 
 `python -m tests.plan.torch_reference` measures all `CASES` again (three minutes) and rewrites the committed
 table that `load_reference` reads.
@@ -45,7 +45,7 @@ REFERENCE = Path(__file__).parent / "data" / "torch-2.13-redistribute.json"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collective calls that one rank makes, and bytes that leave a rank, summed over all ranks."""
+    """The number of collectives that one rank calls, and the bytes sent by all ranks."""
 
     collectives: int
     bytes: int
@@ -60,12 +60,12 @@ class _Call:
     input_bytes: int
 
 
-# What share of its input buffer a rank of a group of n sends. A collective without a row here is an error.
+# The fraction of its input buffer that a rank of a group of n sends. A collective without a row here is an error.
 _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
     "_c10d_functional::all_gather_into_tensor": lambda n: Fraction(n - 1),
     "_c10d_functional::reduce_scatter_tensor": lambda n: Fraction(n - 1, n),
     "_c10d_functional::all_reduce": lambda n: Fraction(2 * (n - 1), n),
-    # only off the CPU: over gloo torch gathers everything and keeps a chunk
+    # not used on CPU: over gloo torch gathers everything and keeps a chunk
     "_dtensor::shard_dim_alltoall": lambda n: Fraction(n - 1, n),
 }
 _SENDS_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
@@ -76,7 +76,7 @@ class UnknownCollectiveError(RuntimeError):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every collective, and refuses those it does not know."""
+    """Record every collective, and refuse unknown ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def torch_traffic(
     target: Tokens,
     dtype: torch.dtype = torch.float32,
 ) -> Traffic | None:
-    """What torch sends to go from `source` to `target`, or None where torch raises.
+    """What torch sends from `source` to `target`, or None if torch raises.
 
     >>> torch_traffic((8,), (16, 8), ("S0",), ("R",))
     Traffic(collectives=1, bytes=3584)
@@ -121,7 +121,7 @@ def torch_table(
     pairs: Iterable[Pair],
     dtype: torch.dtype = torch.float32,
 ) -> dict[Pair, Traffic | None]:
-    """`torch_traffic` of many pairs, entering each rank's world only once."""
+    """`torch_traffic` of many pairs, with one process group per rank."""
     parsed = {
         (source, target): (
             parse_tokens(source, len(mesh_shape), len(global_shape)),
@@ -154,7 +154,7 @@ def parse_tokens(tokens: Tokens, mesh_ndim: int, tensor_ndim: int) -> tuple[Plac
 
 
 def all_pairs(mesh_ndim: int, tensor_ndim: int) -> list[Pair]:
-    """Every source and target that differ; a target is `P` only where its source is, as torch demands.
+    """Every source and target that differ; a target is `P` only where its source is, as torch requires.
 
     >>> all_pairs(1, 1)
     [(('R',), ('S0',)), (('P',), ('R',)), (('P',), ('S0',)), (('S0',), ('R',))]
@@ -175,16 +175,16 @@ def all_pairs(mesh_ndim: int, tensor_ndim: int) -> list[Pair]:
 
 @contextmanager
 def _world_of(rank: int, mesh_shape: Shape) -> Iterator[DeviceMesh]:
-    """The mesh as `rank` sees it, over a fake process group that is gone afterwards."""
+    """The mesh on `rank`, over a fake process group that is destroyed afterwards."""
     if dist.is_initialized():
         raise RuntimeError(
-            "torch_reference makes fake worlds, and this process has a default process group already: "
-            "call destroy_process_group() first, or measure in a process of its own"
+            "torch_reference creates fake process groups, and this process already has a default process group: "
+            "call destroy_process_group() first, or measure in another process"
         )
     size = math.prod(mesh_shape)
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
-    # torch warns of collectives it does not merge, and of all-to-all over gloo: just what we count
+    # torch warns about collectives it does not merge and about all-to-all over gloo, which is what we count
     logger.setLevel(logging.ERROR)
     _forget_plans()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -197,7 +197,7 @@ def _world_of(rank: int, mesh_shape: Shape) -> Iterator[DeviceMesh]:
 
 
 def _forget_plans() -> None:
-    """Empties torch's plan caches: their keys leave out the rank, but the plans depend on it."""
+    """Clear torch's plan caches: their keys omit the rank, but the plans depend on it."""
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
 
@@ -209,7 +209,7 @@ def _calls(
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
 ) -> list[_Call] | None:
-    """The collectives that this rank calls, or None where torch raises."""
+    """The collectives that this rank calls, or None if torch raises."""
     block_shape, _ = compute_local_shape_and_global_offset(global_shape, mesh, source)
     block = torch.empty(block_shape, dtype=dtype)
     stride = torch.empty(global_shape, device="meta").stride()
@@ -226,7 +226,7 @@ def _calls(
 
 
 def _total(ranks: Sequence[list[_Call] | None]) -> Traffic | None:
-    """Adds up the calls of all ranks, without those to nobody else; None if torch raises on any."""
+    """The total of all ranks, without groups of one rank; None if torch raises on any."""
     calls = [[call for call in rank if call.group_size > 1] for rank in ranks if rank is not None]
     if len(calls) < len(ranks):
         return None
@@ -240,12 +240,12 @@ def _total(ranks: Sequence[list[_Call] | None]) -> Traffic | None:
 
 
 def _bytes_sent(call: _Call) -> Fraction:
-    """What leaves one rank in one collective."""
+    """The bytes that one rank sends in one collective."""
     return _SHARE_SENT[call.op](call.group_size) * call.input_bytes
 
 
 def load_reference() -> dict[Case, dict[Pair, Traffic | None]]:
-    """The committed measurement of every pair of every one of `CASES`, in float32."""
+    """The committed measurement of every pair of `CASES`, in float32."""
     return {
         (tuple(row["mesh"]), tuple(row["shape"])): dict(
             zip(all_pairs(len(row["mesh"]), len(row["shape"])), _decode(row), strict=True)
@@ -255,7 +255,7 @@ def load_reference() -> dict[Case, dict[Pair, Traffic | None]]:
 
 
 def _encode(traffic: Sequence[Traffic | None]) -> dict[str, Any]:
-    """The distinct values, and for each pair, in the order of `all_pairs`, which of them it has."""
+    """The distinct values, and for each pair, in the order of `all_pairs`, the index of its value."""
     values = list(dict.fromkeys(traffic))
     index = {value: number for number, value in enumerate(values)}
     numbers = array("H", (index[value] for value in traffic))
@@ -272,7 +272,7 @@ def _decode(row: dict[str, Any]) -> list[Traffic | None]:
 
 
 def main() -> None:
-    """Measures all `CASES`, prints their totals, and rewrites the committed table."""
+    """Measure all `CASES`, print their totals, and rewrite the committed table."""
     rows = []
     for mesh_shape, global_shape in CASES:
         start = time.perf_counter()

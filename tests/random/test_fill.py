@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.layout import LayoutError, owned
 from shardwise.random import (
-    Cells,
+    BlockIndices,
     Draw,
     bernoulli,
     cauchy,
@@ -34,7 +34,7 @@ from shardwise.random import fill as filling
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
-Maker = Callable[[Draw, Cells], Tensor]
+Maker = Callable[[Draw, BlockIndices], Tensor]
 
 MAKERS: dict[str, Maker] = {}
 for _t in FLOATS:
@@ -72,7 +72,7 @@ draws = st.builds(Draw, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 
 
 @st.composite
-def cells(draw: st.DrawFn) -> Cells:
+def cells(draw: st.DrawFn) -> BlockIndices:
     """Blocks of up to a few thousand elements, anywhere in tensors of up to 2**47 elements."""
     shape, indices, count = [], [], 1
     for _ in range(draw(st.integers(0, 4))):
@@ -91,7 +91,7 @@ def cells(draw: st.DrawFn) -> Cells:
         shape.append(size)
     while math.prod(len(i) for i in indices) > 4000:
         indices[np.argmax([len(i) for i in indices])] = range(1)
-    return Cells(shape, indices)
+    return BlockIndices(shape, indices)
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def _bits(t: Tensor) -> Tensor:
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def _by_definition(make: Maker, draw: Draw, cells: Cells) -> Tensor:
-    def define(draw: Draw, cells: Cells, recipe: filling.Recipe, out: Tensor) -> None:
+def _by_definition(make: Maker, draw: Draw, cells: BlockIndices) -> Tensor:
+    def define(draw: Draw, cells: BlockIndices, recipe: filling.Recipe, out: Tensor) -> None:
         values = filling.at(draw, torch.from_numpy(cells.linear(0, cells.numel)), recipe)
         if out.dtype in (torch.bfloat16, torch.float16):
             values = values.to(torch.float32)  # the one intermediate that all paths round through
@@ -111,7 +111,7 @@ def _by_definition(make: Maker, draw: Draw, cells: Cells) -> Tensor:
         return make(draw, cells)
 
 
-def _by_torch(make: Maker, draw: Draw, cells: Cells) -> Tensor:
+def _by_torch(make: Maker, draw: Draw, cells: BlockIndices) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "_by_numpy", filling._by_torch)
         return make(draw, cells)
@@ -123,7 +123,7 @@ def test_both_paths_equal_the_definition(name: str) -> None:
 
     @settings(max_examples=max(5, settings.default.max_examples // 5))
     @given(draws, cells())
-    def check(draw: Draw, cells: Cells) -> None:
+    def check(draw: Draw, cells: BlockIndices) -> None:
         fast = make(draw, cells)
         expected = _bits(_by_definition(make, draw, cells))
         assert torch.equal(_bits(fast), expected)
@@ -137,17 +137,19 @@ def test_both_paths_equal_the_definition(name: str) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        Cells((300_001,), (range(3, 300_000),)),  # longer than a chunk, aligned at neither end
-        Cells(
+        BlockIndices((300_001,), (range(3, 300_000),)),  # longer than a chunk, aligned at neither end
+        BlockIndices(
             (3, 2**41), (range(1, 3), range(2**34 - 33_001, 2**34 + 33_002))
         ),  # Philox blocks on both sides of 2**32
-        Cells((300, 4099), (range(300), range(1025, 2050))),  # runs with every alignment to a Philox block
-        Cells((40_000, 3), (range(40_000), range(1, 2))),  # runs of one element
-        Cells((4, 9, 32_768), (range(4), [0, 1, 2, 5, 7], range(32_768))),  # runs of about a chunk
+        BlockIndices(
+            (300, 4099), (range(300), range(1025, 2050))
+        ),  # runs with every alignment to a Philox block
+        BlockIndices((40_000, 3), (range(40_000), range(1, 2))),  # runs of one element
+        BlockIndices((4, 9, 32_768), (range(4), [0, 1, 2, 5, 7], range(32_768))),  # runs of about a chunk
     ],
     ids=repr,
 )
-def test_large_blocks_equal_the_definition(name: str, block: Cells) -> None:
+def test_large_blocks_equal_the_definition(name: str, block: BlockIndices) -> None:
     make, draw = MAKERS[name], Draw(5, 2**33 + 1)
     expected = _bits(_by_definition(make, draw, block))
     assert torch.equal(_bits(make(draw, block)), expected)
@@ -161,7 +163,7 @@ def test_large_blocks_equal_the_definition(name: str, block: Cells) -> None:
 def test_values_do_not_depend_on_the_chunk_size(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, draw, block = MAKERS[name], Draw(5, 1), Cells((67, 701), (range(67), range(2, 700)))
+    make, draw, block = MAKERS[name], Draw(5, 1), BlockIndices((67, 701), (range(67), range(2, 700)))
     expected = make(draw, block)
     monkeypatch.setattr(filling, "CHUNK", chunk)
     assert torch.equal(_bits(make(draw, block)), _bits(expected))
@@ -174,10 +176,10 @@ def test_blocks_of_any_layout_are_parts_of_one_tensor(data: st.DataObject) -> No
     make = MAKERS[data.draw(st.sampled_from(sorted(MAKERS)))]
     draw = data.draw(draws)
     shape = layout.shape
-    full = make(draw, Cells(shape))
+    full = make(draw, BlockIndices(shape))
     for coord in itertools.product(*map(range, axes.sizes)):
         index = owned(layout, coord)
-        block = make(draw, Cells(shape, index))
+        block = make(draw, BlockIndices(shape, index))
         part = full
         for dim, indices in enumerate(index):
             part = part.index_select(dim, torch.tensor(list(indices), dtype=torch.int64))
@@ -185,16 +187,16 @@ def test_blocks_of_any_layout_are_parts_of_one_tensor(data: st.DataObject) -> No
 
 
 @given(cells())
-def test_linear_indices_are_row_major(block: Cells) -> None:
+def test_linear_indices_are_row_major(block: BlockIndices) -> None:
     expected = torch.zeros((), dtype=torch.int64)
-    for size, index in zip(block.full_shape, block.indices, strict=True):
+    for size, index in zip(block.full_shape, block.per_dim, strict=True):
         expected = expected[..., None] * size + torch.tensor(list(index), dtype=torch.int64)
     assert block.linear(0, block.numel).tolist() == expected.reshape(-1).tolist()
     assert block.rows * block.run == block.numel
 
 
 def test_indices_of_a_few_elements_between_long_runs() -> None:
-    block = Cells((2, 2**42), (range(2), range(5, 2**42)))
+    block = BlockIndices((2, 2**42), (range(2), range(5, 2**42)))
     end = 2**42 - 5
     assert block.linear(end - 2, end + 2).tolist() == [2**42 - 2, 2**42 - 1, 2**42 + 5, 2**42 + 6]
 
@@ -214,14 +216,14 @@ def test_indices_of_a_few_elements_between_long_runs() -> None:
 def test_adjacent_elements_are_merged_into_one_run(
     shape: tuple[int, ...], indices: tuple, rows: int, run: int
 ) -> None:
-    block = Cells(shape, indices)
+    block = BlockIndices(shape, indices)
     assert (block.rows, block.run) == (rows, run)
 
 
 def test_too_many_elements_are_an_error() -> None:
-    Cells((2**20, 2**29), (range(1), range(1)))
+    BlockIndices((2**20, 2**29), (range(1), range(1)))
     with pytest.raises(LayoutError, match="2\\*\\*49"):
-        Cells((2**20, 2**29 + 1), (range(1), range(1)))
+        BlockIndices((2**20, 2**29 + 1), (range(1), range(1)))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_out_is_written_to(name: str) -> None:
     kind, dtype = name.split()
     make = {"uniform": uniform, "normal": normal, "bernoulli": bernoulli}[kind]
     t = getattr(torch, dtype)
-    block, draw = Cells((5, 6), (range(1, 4), range(2, 5))), Draw(1, 2)
+    block, draw = BlockIndices((5, 6), (range(1, 4), range(2, 5))), Draw(1, 2)
     out = torch.empty(3, 3, dtype=t)
     assert make(draw, block, t, out=out) is out
     assert torch.equal(out, make(draw, block, t))
@@ -249,18 +251,18 @@ def test_out_is_written_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 4096, 4097, 10_000, 65_537, 100_003])
-def test_a_permutation_has_each_number_once_and_its_blocks_are_parts_of_it(n: int) -> None:
-    full = permutation(Draw(3, 9), Cells((n,)))
+def test_a_permutation_has_each_number_once_and_can_be_computed_in_blocks(n: int) -> None:
+    full = permutation(Draw(3, 9), BlockIndices((n,)))
     assert torch.equal(full.sort().values, torch.arange(n))
     for lo, hi in ((0, n // 3), (n // 3, n), (n - 1, n)):
-        assert torch.equal(permutation(Draw(3, 9), Cells((n,), (range(lo, hi),))), full[lo:hi])
+        assert torch.equal(permutation(Draw(3, 9), BlockIndices((n,), (range(lo, hi),))), full[lo:hi])
     if n > 2:
-        assert not torch.equal(full, permutation(Draw(3, 10), Cells((n,))))
+        assert not torch.equal(full, permutation(Draw(3, 10), BlockIndices((n,))))
 
 
 def test_a_block_of_a_huge_permutation_is_computed_by_itself() -> None:
     n = 2**45 + 7
-    some = permutation(Draw(3, 9), Cells((n,), (range(n - 1000, n),)))
-    assert len(some.unique()) == 1000
-    assert int(some.min()) >= 0
-    assert n // 2 < int(some.max()) < n
+    block = permutation(Draw(3, 9), BlockIndices((n,), (range(n - 1000, n),)))
+    assert len(block.unique()) == 1000
+    assert int(block.min()) >= 0
+    assert n // 2 < int(block.max()) < n

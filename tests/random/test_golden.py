@@ -1,4 +1,4 @@
-"""The numbers themselves: whoever changes one of these changes the numbers of every program (docs/adr/0010)."""
+"""Hashes of the random numbers: a change of one of them changes the numbers of every program (docs/adr/0010)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ import torch
 from tests.random.test_fill import MAKERS
 from torch import Tensor
 
-from shardwise.random import Cells, Draw, binomial, gamma, integers, normal, permutation, poisson, uniform
+from shardwise.random import (
+    BlockIndices,
+    Draw,
+    binomial,
+    gamma,
+    integers,
+    normal,
+    permutation,
+    poisson,
+    uniform,
+)
 
 DRAW = Draw(0x0123456789ABCDEF, 0xFEDCBA9876543210)
 WIDE = torch.logspace(-2, 4, 501, dtype=torch.float64)
-SOME = {
-    **{name: (lambda make=make: make(DRAW, Cells((501,)))) for name, make in MAKERS.items()},
-    "permutation 100": lambda: permutation(DRAW, Cells((100,))),
-    "permutation 10000": lambda: permutation(DRAW, Cells((10_000,))),
-    "poisson": lambda: poisson(DRAW, Cells((501,)), WIDE),
-    "binomial": lambda: binomial(DRAW, Cells((501,)), WIDE.ceil(), 0.001 + 0.998 * torch.arange(501) / 501),
-    "gamma": lambda: gamma(DRAW, Cells((501,)), WIDE),
+CASES = {
+    **{name: (lambda make=make: make(DRAW, BlockIndices((501,)))) for name, make in MAKERS.items()},
+    "permutation 100": lambda: permutation(DRAW, BlockIndices((100,))),
+    "permutation 10000": lambda: permutation(DRAW, BlockIndices((10_000,))),
+    "poisson": lambda: poisson(DRAW, BlockIndices((501,)), WIDE),
+    "binomial": lambda: binomial(
+        DRAW, BlockIndices((501,)), WIDE.ceil(), 0.001 + 0.998 * torch.arange(501) / 501
+    ),
+    "gamma": lambda: gamma(DRAW, BlockIndices((501,)), WIDE),
 }
 GOLDEN = {
     "uniform float32": "66dc2c81fe143901",
@@ -93,29 +105,33 @@ def _digest(t: Tensor) -> str:
     return hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_numbers_stay_as_they_are(name: str) -> None:
-    assert _digest(SOME[name]()) == GOLDEN[name]
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_have_not_changed(name: str) -> None:
+    assert _digest(CASES[name]()) == GOLDEN[name]
 
 
-def test_first_numbers_can_be_read() -> None:
-    draw, four = Draw(0, 0), Cells((4,))
+def test_first_numbers_by_the_definition() -> None:
+    draw, four = Draw(0, 0), BlockIndices((4,))
     # the words of a counter of zeros: 6627e8d5 e169c58d bc57ac4c 9b00dbd8
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert uniform(draw, four, torch.float32).tolist() == [(w >> 8) / 2**24 for w in words]
     assert uniform(draw, four, torch.bfloat16).tolist() == [(w >> 24) / 2**8 for w in words]
     wide = [words[0] | words[1] << 32, words[2] | words[3] << 32]
-    assert uniform(draw, Cells((2,)), torch.float64).tolist() == [(w >> 11) / 2**53 for w in wide]
+    assert uniform(draw, BlockIndices((2,)), torch.float64).tolist() == [(w >> 11) / 2**53 for w in wide]
     for size in (1, 2, 6, 1000, 50_257, 2**31 - 1):
-        assert integers(draw, Cells((2,)), torch.int64, high=size).tolist() == [w * size >> 64 for w in wide]
-    words_of_many = integers(draw, Cells((300,)), torch.int64, low=-(2**63), high=2**63)
-    for size in (3, 50_257, 2**31 - 1):  # the carry from the lower half of the product counts, seldom
+        assert integers(draw, BlockIndices((2,)), torch.int64, high=size).tolist() == [
+            w * size >> 64 for w in wide
+        ]
+    words_of_many = integers(draw, BlockIndices((300,)), torch.int64, low=-(2**63), high=2**63)
+    for size in (3, 50_257, 2**31 - 1):  # in few cases the carry from the lower half of the product matters
         scaled = [(w + 2**63) % 2**64 for w in words_of_many.tolist()]
-        assert integers(draw, Cells((300,)), torch.int64, high=size).tolist() == [
+        assert integers(draw, BlockIndices((300,)), torch.int64, high=size).tolist() == [
             w * size >> 64 for w in scaled
         ]
     for size in (2**31, 10**12, 2**63 - 1):
-        assert integers(draw, Cells((2,)), torch.int64, high=size).tolist() == [(w >> 1) % size for w in wide]
+        assert integers(draw, BlockIndices((2,)), torch.int64, high=size).tolist() == [
+            (w >> 1) % size for w in wide
+        ]
     expected = []
     for v, w in (words[:2], words[2:]):
         radius = math.sqrt(-math.log(((v >> 1) + 0.5) / 2**31))

@@ -1,4 +1,4 @@
-"""DTensor as a tensor: what it shows, how it is copied, kept, changed and asked."""
+"""DTensor as a tensor: repr, attributes, copies, serialization, gradients, modules and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import layouts, shapes
-from tests.values import blocks_of, tensor, value, whole_of
+from tests.values import blocks_of, dense_tensor, tensor, value
 from torch import nn
 
 import shardwise as sw
@@ -27,13 +27,14 @@ from shardwise import (
     init_device_mesh,
     simulate,
 )
+from shardwise.call.trace import trace_calls
 from shardwise.comm import counting
 from shardwise.layout import Axes, Layout, Spec
 
 R = Replicate()
 DP_TP = Axes((2, 2), ("dp", "tp"))
 some = settings(max_examples=settings.default.max_examples // 2)
-"""For laws over simulated tensors of which each example costs some milliseconds."""
+"""For properties of simulated tensors, where each example takes some milliseconds."""
 
 
 def mesh_of(on):
@@ -50,18 +51,18 @@ def grid(*shape):
     return torch.arange(float(math.prod(shape))).view(shape)
 
 
-def whole(x):
-    """The value of a DTensor, after seeing that it is the same on all ranks."""
+def full(x):
+    """The full value of a DTensor, which must be the same on all ranks."""
     first, *others = x.full_tensor().ranks
     assert all(torch.equal(first, t) for t in others)
     return first.detach()
 
 
-# ---- what it shows
+# ---- repr
 
 
 @pytest.mark.parametrize(
-    ("said", "dtype", "text"),
+    ("placements", "dtype", "text"),
     [
         ([Shard(0), R], torch.float32, "f32[8:dp, 6]"),
         ([R, Shard(1)], torch.float32, "f32[8, 6:tp]"),
@@ -72,8 +73,8 @@ def whole(x):
         ([Shard(1, factors=(2, 3), factor=1), R], torch.uint8, "u8[8, 2 3:dp]"),
     ],
 )
-def test_it_shows_layout_mesh_and_blocks(square, said, dtype, text):
-    x = distribute_tensor(grid(8, 6).to(dtype), square, said)
+def test_repr_shows_layout_mesh_and_blocks(square, placements, dtype, text):
+    x = distribute_tensor(grid(8, 6).to(dtype), square, placements)
     with counting() as ledger:
         shown = repr(x)
     assert ledger.collectives == 0
@@ -85,23 +86,23 @@ def test_it_shows_layout_mesh_and_blocks(square, said, dtype, text):
     assert "requires_grad" not in shown
 
 
-def test_it_shows_that_it_requires_grad_and_what_has_not_arrived(square):
+def test_repr_shows_requires_grad_and_waits_for_async_results(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     assert "requires_grad=True" in repr(x)
     assert "requires_grad=True" in repr(nn.Parameter(x.detach()))
-    late = x.detach().redistribute(placements=[R, R], async_op=True)
-    assert "f32[4] on" in repr(late)
-    assert "3.]" in repr(late)
+    result = x.detach().redistribute(placements=[R, R], async_op=True)
+    assert "f32[4] on" in repr(result)
+    assert "3.]" in repr(result)
     assert "f32[3]" in repr(distribute_tensor(torch.empty(3, device="meta"), square))
 
 
-def test_axes_without_a_name_are_numbers():
+def test_repr_shows_unnamed_axes_as_numbers():
     with simulate(4):
         x = distribute_tensor(grid(4), init_device_mesh("cpu", (2, 2)), [Shard(0), Partial()])
         assert repr(x).startswith("DTensor(f32[4:0] P(1,sum) on cpu mesh (0=2, 1=2)")
 
 
-def test_on_one_real_rank_it_shows_the_block():
+def test_repr_on_a_real_rank_shows_its_block():
     torch.distributed.init_process_group("fake", rank=0, world_size=2)
     try:
         x = DTensor.from_local(grid(2), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), [Shard(0)])
@@ -110,10 +111,10 @@ def test_on_one_real_rank_it_shows_the_block():
         torch.distributed.destroy_process_group()
 
 
-# ---- what it is
+# ---- attributes
 
 
-def test_its_attributes(square):
+def test_attributes(square):
     x = distribute_tensor(grid(5, 4), square, [Shard(-1), Partial()])
     assert isinstance(x, torch.Tensor)
     assert x.device_mesh is square
@@ -134,7 +135,7 @@ def test_its_attributes(square):
             setattr(x, name, None)
 
 
-def test_its_spec(square):
+def test_spec(square):
     x, y = (distribute_tensor(grid(5, 4) + i, square, [Shard(0), R]) for i in (0, 1))
     spec = x._spec
     assert isinstance(spec, Spec)
@@ -152,7 +153,7 @@ def test_its_spec(square):
     assert spec != y.redistribute(dp=R)._spec
 
 
-def test_to_local_without_grad_is_the_block_itself(square):
+def test_to_local_without_grad_returns_the_block_itself(square):
     x = distribute_tensor(grid(4), square, [Shard(0), R])
     with torch.no_grad():
         assert x.to_local() is x._local_tensor
@@ -165,19 +166,19 @@ def test_to_local_without_grad_is_the_block_itself(square):
 
 @some
 @given(layouts(DP_TP), st.booleans())
-def test_a_copy_is_equal_and_apart(layout, wants):
-    dense = whole_of(layout.shape, torch.float64, 3)
+def test_a_deep_copy_is_equal_and_does_not_share_memory(layout, requires_grad):
+    dense = dense_tensor(layout.shape, torch.float64, 3)
     with simulate(4):
-        x = tensor(dense, layout, mesh_of(DP_TP)).detach().requires_grad_(wants)
+        x = tensor(dense, layout, mesh_of(DP_TP)).detach().requires_grad_(requires_grad)
         y = copy.deepcopy(x)
-        assert (y._spec, y.requires_grad, y.is_leaf, type(y)) == (x._spec, wants, True, DTensor)
+        assert (y._spec, y.requires_grad, y.is_leaf, type(y)) == (x._spec, requires_grad, True, DTensor)
         with torch.no_grad():
             for block in y._local_tensor.ranks:
                 block.fill_(99)
         torch.testing.assert_close(value(blocks_of(x.detach(), x.device_mesh), layout), dense)
 
 
-def test_deepcopy_copies_grad_and_attributes_and_knows_what_it_has_seen(square):
+def test_deepcopy_copies_grad_and_attributes_and_uses_the_memo(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     x.full_tensor().sum().backward()
     x.note = "mine"
@@ -189,12 +190,12 @@ def test_deepcopy_copies_grad_and_attributes_and_knows_what_it_has_seen(square):
     assert again.grad is grad
     assert y.grad.sharding is x.grad.sharding
     y.grad.zero_()
-    assert torch.equal(whole(x.grad), torch.ones(4))
+    assert torch.equal(full(x.grad), torch.ones(4))
     with pytest.raises(RuntimeError, match=r"(?s)graph leaves.*\n  why: .*\n  fix: "):
         copy.deepcopy(x * 2)
 
 
-def saved(x, weights_only):
+def save_and_load(x, weights_only):
     file = io.BytesIO()
     torch.save({"x": x}, file)
     file.seek(0)
@@ -202,19 +203,23 @@ def saved(x, weights_only):
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [lambda x: pickle.loads(pickle.dumps(x)), lambda x: saved(x, False), lambda x: saved(x, True)],
+    "serialize",
+    [
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: save_and_load(x, False),
+        lambda x: save_and_load(x, True),
+    ],
     ids=["pickle", "save", "save, weights only"],
 )
 @some
 @given(layouts(DP_TP), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64]))
-def test_what_is_kept_comes_back(kept, layout, dtype):
+def test_serialization_keeps_spec_and_values(serialize, layout, dtype):
     if any(op not in ("sum",) for _, op in layout.partial):
         dtype = torch.float32
     with simulate(4):
         mesh = mesh_of(DP_TP)
-        x = tensor(whole_of(layout.shape, dtype, 3), layout, mesh)
-        y = kept(x)
+        x = tensor(dense_tensor(layout.shape, dtype, 3), layout, mesh)
+        y = serialize(x)
         assert type(y) is DTensor
         assert (y.sharding, y.dtype, y.shape, y.stride()) == (layout, dtype, x.shape, x.stride())
         assert y.device_mesh == mesh
@@ -223,46 +228,46 @@ def test_what_is_kept_comes_back(kept, layout, dtype):
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_what_is_kept_can_be_used_beside_what_was_there(square, weights_only):
+def test_a_loaded_tensor_can_be_used_with_others_of_its_mesh(square, weights_only):
     x = distribute_tensor(grid(5, 4).requires_grad_(), square, [Shard(0), Partial()])
     p = nn.Parameter(x.detach())
-    y, q = saved(x, weights_only), saved(p, weights_only)
+    y, q = save_and_load(x, weights_only), save_and_load(p, weights_only)
     assert y.requires_grad
     assert isinstance(q, nn.Parameter)
-    assert torch.equal(whole(y), grid(5, 4))
-    assert torch.equal(whole(x.detach() + y.detach()), 2 * grid(5, 4))
+    assert torch.equal(full(y), grid(5, 4))
+    assert torch.equal(full(x.detach() + y.detach()), 2 * grid(5, 4))
     y.full_tensor().sum().backward()
-    assert torch.equal(whole(y.grad), torch.ones(5, 4))
+    assert torch.equal(full(y.grad), torch.ones(5, 4))
 
 
-def test_on_a_sub_mesh_it_comes_back_on_the_sub_mesh(square):
+def test_a_tensor_on_a_sub_mesh_is_loaded_on_the_sub_mesh(square):
     x = distribute_tensor(grid(5), square["tp"], [Shard(0)])
-    y = saved(x, True)
+    y = save_and_load(x, True)
     assert y.device_mesh == square["tp"]
-    assert torch.equal(whole(y), grid(5))
+    assert torch.equal(full(y), grid(5))
 
 
 # ---- gradients
 
 
-def test_detach_shares_memory_and_wants_no_gradient(square):
+def test_detach_shares_memory_and_does_not_require_grad(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     y = x.detach()
     assert (y.requires_grad, y.is_leaf, y.sharding) == (False, True, x.sharding)
     y._local_tensor.ranks[0].fill_(9)
     y._local_tensor.ranks[1].fill_(9)
-    assert whole(x).tolist() == [9, 9, 2, 3]
+    assert full(x).tolist() == [9, 9, 2, 3]
     assert x.data.sharding is x.sharding
 
 
-def test_data_can_be_set(square):
+def test_assigning_data(square):
     x = distribute_tensor(grid(4, 3).requires_grad_(), square, [Shard(0), R])
-    for dense, said in (
+    for dense, placements in (
         (grid(4, 3) + 1, [Shard(0), R]),
         (grid(4, 3) + 2, [R, Shard(1)]),
         (grid(2, 5), [Shard(1), R]),
     ):
-        new = distribute_tensor(dense, square, said)
+        new = distribute_tensor(dense, square, placements)
         x.data = new
         assert (x.sharding, x.shape, x.stride(), x.requires_grad) == (
             new.sharding,
@@ -270,17 +275,17 @@ def test_data_can_be_set(square):
             new.stride(),
             True,
         )
-        assert torch.equal(whole(x), dense)
-        new.zero_()  # it is the same memory
-        assert whole(x).sum() == 0
-    late = distribute_tensor(grid(4), square, [Shard(0), R]).redistribute(dp=R, async_op=True)
-    x.data = late
-    assert torch.equal(whole(x), grid(4))
+        assert torch.equal(full(x), dense)
+        new.zero_()  # they share memory
+        assert full(x).sum() == 0
+    pending = distribute_tensor(grid(4), square, [Shard(0), R]).redistribute(dp=R, async_op=True)
+    x.data = pending
+    assert torch.equal(full(x), grid(4))
     with pytest.raises(TypeError, match=r"(?s)Tensor.*\n  why: .*\n  fix: "):
         x.data = grid(4)
 
 
-def test_requires_grad_can_be_set_and_taken_back(square):
+def test_setting_requires_grad(square):
     x = distribute_tensor(grid(4), square, [Shard(0), R])
     assert x.requires_grad_() is x
     assert x.requires_grad
@@ -290,37 +295,37 @@ def test_requires_grad_can_be_set_and_taken_back(square):
         distribute_tensor(torch.arange(4), square).requires_grad_()
 
 
-@pytest.mark.parametrize("said", list(itertools.product([Shard(0), Shard(1), R], repeat=2)))
-def test_gradients_accumulate_in_the_layout_of_the_leaf(square, said):
-    x = distribute_tensor(grid(5, 3).requires_grad_(), square, said)
+@pytest.mark.parametrize("placements", list(itertools.product([Shard(0), Shard(1), R], repeat=2)))
+def test_gradients_accumulate_in_the_layout_of_the_leaf(square, placements):
+    x = distribute_tensor(grid(5, 3).requires_grad_(), square, placements)
     for times in (1, 2, 3):
-        x.full_tensor().sum().backward()  # the gradient of a sum is one number, expanded
+        x.full_tensor().sum().backward()  # the gradient of a sum is an expanded scalar
         assert type(x.grad) is DTensor
-        assert x.grad.placements == said
-        assert torch.equal(whole(x.grad), torch.full((5, 3), float(times)))
+        assert x.grad.placements == placements
+        assert torch.equal(full(x.grad), torch.full((5, 3), float(times)))
     for times in (4, 5):
         x.to_local().sum().backward()
-        assert torch.equal(whole(x.grad), torch.full((5, 3), float(times)))
+        assert torch.equal(full(x.grad), torch.full((5, 3), float(times)))
     x.grad.zero_()
-    assert torch.equal(whole(x.grad), torch.zeros(5, 3))
+    assert torch.equal(full(x.grad), torch.zeros(5, 3))
     x.grad = None
     x.full_tensor().square().sum().backward()
-    assert torch.equal(whole(x.grad), 2 * grid(5, 3))
+    assert torch.equal(full(x.grad), 2 * grid(5, 3))
 
 
-def test_grad_can_be_set_to_a_dtensor_of_the_same_shape(square):
+def test_assigning_grad(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     x.grad = x.detach() * 5
-    assert torch.equal(whole(x.grad), 5 * grid(4))
+    assert torch.equal(full(x.grad), 5 * grid(4))
     with pytest.raises(RuntimeError):
         x.grad = distribute_tensor(grid(5), square)
 
 
-def test_hooks_get_the_gradient_as_a_dtensor(square):
+def test_hooks_receive_the_gradient_as_a_dtensor(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     seen = []
     double = x.register_hook(lambda g: seen.append(g.placements) or g * 2)
-    after = x.register_post_accumulate_grad_hook(lambda t: seen.append(t is x and whole(t.grad).tolist()))
+    after = x.register_post_accumulate_grad_hook(lambda t: seen.append(t is x and full(t.grad).tolist()))
     x.full_tensor().sum().backward()
     assert seen == [(Shard(0), R), [2, 2, 2, 2]]
     double.remove()
@@ -328,30 +333,30 @@ def test_hooks_get_the_gradient_as_a_dtensor(square):
     x.grad = None
     x.full_tensor().sum().backward()
     assert len(seen) == 2
-    assert whole(x.grad).tolist() == [1, 1, 1, 1]
+    assert full(x.grad).tolist() == [1, 1, 1, 1]
 
 
-def test_a_value_in_the_middle_can_keep_its_gradient(square):
+def test_retain_grad(square):
     x = distribute_tensor(grid(4).requires_grad_(), square, [Shard(0), R])
     y = x * 3
     y.retain_grad()
     y.redistribute(dp=R).full_tensor().sum().backward()
     assert (y.is_leaf, y.grad.shape) == (False, (4,))
-    assert whole(y.grad).tolist() == [1] * 4
-    assert whole(x.grad).tolist() == [3] * 4
+    assert full(y.grad).tolist() == [1] * 4
+    assert full(x.grad).tolist() == [3] * 4
 
 
 # ---- in modules
 
 
 class Net(nn.Module):
-    def __init__(self, mesh, said, value=1.0):
+    def __init__(self, mesh, placements, value=1.0):
         super().__init__()
-        self.w = nn.Parameter(distribute_tensor(grid(6, 3) * value, mesh, said))
+        self.w = nn.Parameter(distribute_tensor(grid(6, 3) * value, mesh, placements))
         self.register_buffer("b", distribute_tensor(grid(3) * value, mesh))
 
 
-def test_a_parameter_is_one_and_is_a_dtensor(square):
+def test_a_parameter_is_a_parameter_and_a_dtensor(square):
     net = Net(square, [Shard(0), R])
     assert isinstance(net.w, nn.Parameter)
     assert isinstance(net.w, DTensor)
@@ -365,14 +370,14 @@ def test_a_parameter_is_one_and_is_a_dtensor(square):
     assert not frozen.requires_grad
     with torch.no_grad():
         net.w.zero_()
-    assert whole(net.w).sum() == 0
+    assert full(net.w).sum() == 0
     net.w.full_tensor().sum().backward()
     net.zero_grad()
     assert net.w.grad is None
 
 
 @pytest.mark.parametrize("other", [[Shard(0), R], [Shard(1), Shard(0)], [R, R], [Partial(), Shard(1)]])
-def test_a_state_dict_is_loaded_into_the_layout_that_is_there(square, other):
+def test_load_state_dict_keeps_the_layout_of_the_module(square, other):
     net, state = Net(square, [Shard(0), R]), Net(square, other, 2.0).state_dict()
     assert sorted(state) == ["b", "w"]
     assert all(type(v) is DTensor and not v.requires_grad for v in state.values())
@@ -380,8 +385,8 @@ def test_a_state_dict_is_loaded_into_the_layout_that_is_there(square, other):
     net.load_state_dict(state)
     assert net.w is before
     assert net.w.placements == (Shard(0), R)
-    assert torch.equal(whole(net.w), 2 * grid(6, 3))
-    assert torch.equal(whole(net.b), 2 * grid(3))
+    assert torch.equal(full(net.w), 2 * grid(6, 3))
+    assert torch.equal(full(net.b), 2 * grid(3))
 
 
 def test_a_state_dict_can_be_assigned(square):
@@ -390,17 +395,17 @@ def test_a_state_dict_can_be_assigned(square):
     assert isinstance(net.w, nn.Parameter)
     assert net.w.requires_grad
     assert net.w.placements == (Shard(1), R)
-    assert torch.equal(whole(net.w), 2 * grid(6, 3))
+    assert torch.equal(full(net.w), 2 * grid(6, 3))
 
 
-def test_modules_are_copied_and_saved(square):
+def test_modules_can_be_copied_and_pickled(square):
     net = Net(square, [Shard(0), R])
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert isinstance(other.w, nn.Parameter)
         assert other.w.sharding is net.w.sharding
         with torch.no_grad():
             other.w.zero_()
-        assert torch.equal(whole(net.w), grid(6, 3))
+        assert torch.equal(full(net.w), grid(6, 3))
 
 
 def test_modules_change_dtype_and_device(square):
@@ -413,7 +418,7 @@ def test_modules_change_dtype_and_device(square):
         change()
         assert (net.w.dtype, net.w._local_tensor.dtype, net.w.placements) == (dtype, dtype, (Shard(0), R))
         assert isinstance(net.w, nn.Parameter)
-        assert torch.equal(whole(net.w), grid(6, 3).to(dtype))
+        assert torch.equal(full(net.w), grid(6, 3).to(dtype))
     net.to("meta")
     assert net.w.is_meta
     net.to_empty(device="cpu")
@@ -424,11 +429,11 @@ def test_modules_change_dtype_and_device(square):
     )
 
 
-def test_optimizers_change_the_blocks(square):
+def test_optimizers_equal_those_on_dense_parameters(square):
     dense = nn.Parameter(grid(6, 3))
     params = [
-        nn.Parameter(distribute_tensor(grid(6, 3), square, said))
-        for said in ([Shard(0), R], [Shard(1), Shard(0)])
+        nn.Parameter(distribute_tensor(grid(6, 3), square, placements))
+        for placements in ([Shard(0), R], [Shard(1), Shard(0)])
     ]
     for make in (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=0.1)):
         steps = [make([p]) for p in (dense, *params)]
@@ -438,7 +443,7 @@ def test_optimizers_change_the_blocks(square):
                 (p if p is dense else p.full_tensor()).square().sum().backward()
                 step.step()
     for p in params:
-        torch.testing.assert_close(whole(p), dense.detach())
+        torch.testing.assert_close(full(p), dense.detach())
 
 
 def test_a_plain_tensor_is_not_loaded_into_a_dtensor(square):
@@ -447,12 +452,12 @@ def test_a_plain_tensor_is_not_loaded_into_a_dtensor(square):
         net.load_state_dict({"w": grid(6, 3), "b": grid(3)})
 
 
-# ---- ops: the value is that of the same op on the whole
+# ---- ops have the dense result
 
 
 @pytest.fixture
 def quiet(caplog):
-    """Gathering is announced in the log, which is no matter here."""
+    """Silence the log of fallbacks."""
     caplog.set_level("ERROR", logger="shardwise")
 
 
@@ -462,7 +467,7 @@ two_layouts = shapes(max_dims=2, max_size=6).flatmap(
 
 
 def check(x, expected):
-    """Some tensor has this value, whatever its layout."""
+    """Check the value of a tensor in any layout."""
     assert (x.shape, x.dtype) == (expected.shape, expected.dtype)
     torch.testing.assert_close(value(blocks_of(x, x.device_mesh), x.sharding).to(expected.dtype), expected)
 
@@ -471,7 +476,7 @@ def check(x, expected):
 @given(two_layouts)
 def test_sums_of_tensors_in_any_two_layouts(pair):
     a, b = pair
-    u, v = whole_of(a.shape, torch.float64, 1), whole_of(a.shape, torch.float64, 2)
+    u, v = dense_tensor(a.shape, torch.float64, 1), dense_tensor(a.shape, torch.float64, 2)
     with simulate(4):
         mesh = mesh_of(DP_TP)
         x, y = tensor(u, a, mesh), tensor(v, b, mesh)
@@ -485,7 +490,7 @@ def test_sums_of_tensors_in_any_two_layouts(pair):
 @some
 @given(layouts(DP_TP), st.sampled_from([2, -3, 0.5, 0, -1.5]))
 def test_products_and_sums_with_numbers(layout, number):
-    u = whole_of(layout.shape, torch.float64, 1)
+    u = dense_tensor(layout.shape, torch.float64, 1)
     with simulate(4):
         x = tensor(u, layout, mesh_of(DP_TP))
         check(x * number, u * number)
@@ -500,8 +505,8 @@ def test_products_and_sums_with_numbers(layout, number):
 
 @some
 @given(layouts(DP_TP))
-def test_ops_that_give_the_same_or_fill(layout):
-    u = whole_of(layout.shape, torch.float32, 1)
+def test_copies_casts_and_fills(layout):
+    u = dense_tensor(layout.shape, torch.float32, 1)
     with simulate(4):
         x = tensor(u, layout, mesh_of(DP_TP))
         for same in (x.clone(), x.contiguous(), x.detach(), x.to("cpu"), x.to(torch.float32)):
@@ -523,9 +528,9 @@ def test_ops_that_give_the_same_or_fill(layout):
 
 @some
 @given(two_layouts)
-def test_copy_moves_the_value_and_not_the_target(pair):
+def test_copy_keeps_the_layout_and_memory_of_the_target(pair):
     a, b = pair
-    u, v = whole_of(a.shape, torch.float64, 1), whole_of(a.shape, torch.float64, 2)
+    u, v = dense_tensor(a.shape, torch.float64, 1), dense_tensor(a.shape, torch.float64, 2)
     with simulate(4):
         mesh = mesh_of(DP_TP)
         x, y = tensor(u, a, mesh), tensor(v, b, mesh)
@@ -536,7 +541,7 @@ def test_copy_moves_the_value_and_not_the_target(pair):
         check(y, v)
 
 
-def test_copy_between_dtypes_and_of_a_row_into_rows(square):
+def test_copy_casts_and_broadcasts(square):
     x = distribute_tensor(torch.zeros(4, 3), square, [Shard(0), Partial()])
     check(x.copy_(distribute_tensor(torch.arange(12).view(4, 3), square, [Shard(1), R])), grid(4, 3))
     row = distribute_tensor(grid(3), square, [Shard(0), R])
@@ -546,9 +551,9 @@ def test_copy_between_dtypes_and_of_a_row_into_rows(square):
 @pytest.mark.usefixtures("quiet")
 @some
 @given(two_layouts, st.booleans(), st.data())
-def test_answers_are_those_of_the_whole_tensor(pair, same, data):
+def test_numbers_and_comparisons_equal_the_dense_ones(pair, same, data):
     a, b = pair
-    u = whole_of(a.shape, torch.float64, 1)
+    u = dense_tensor(a.shape, torch.float64, 1)
     v = u.clone()
     if not same and v.numel():
         v.view(-1)[data.draw(st.integers(0, v.numel() - 1))] += 1
@@ -567,7 +572,7 @@ def test_answers_are_those_of_the_whole_tensor(pair, same, data):
 
 
 @pytest.mark.usefixtures("quiet")
-def test_numbers_pending_are_reduced_before_they_are_told(square):
+def test_item_completes_pending_reductions(square):
     x = DTensor.from_local(
         sw.per_rank(lambda rank: torch.tensor(float(rank))), square, [Partial(), Partial()]
     )
@@ -578,33 +583,36 @@ def test_numbers_pending_are_reduced_before_they_are_told(square):
         sw.per_rank(lambda rank: torch.tensor(float(rank))), square, [Partial("max"), Partial("max")]
     )
     assert y.item() == 3.0
-    assert (x + 10).item() == 16.0  # and not 10 on each rank
+    assert (x + 10).item() == 16.0  # the number is not added on each rank
 
 
 @pytest.mark.usefixtures("quiet")
-def test_ops_without_a_row_run_on_the_whole_and_say_so_once(square, caplog):
+def test_a_fallback_is_logged_once(square, caplog):
     x = distribute_tensor(grid(5, 4), square, [Shard(0), Shard(1)])
     caplog.set_level("WARNING", logger="shardwise")
-    for _ in range(2):
-        assert torch.equal(whole(torch.nonzero(x)), torch.nonzero(grid(5, 4)))
+    routes = []
+    with trace_calls(lambda call: routes.append(call.route)):
+        results = [torch.nonzero(x) for _ in range(2)]
+    assert routes == ["fallback"] * 2
+    assert all(torch.equal(full(result), torch.nonzero(grid(5, 4))) for result in results)
     lines = [r.getMessage() for r in caplog.records if "nonzero" in r.getMessage()]
     assert len(lines) == 1
     assert "f32[5:dp, 4:tp]" in lines[0]
-    assert torch.equal(whole(x @ x.t()), grid(5, 4) @ grid(5, 4).t())
-    assert torch.equal(whole(x[1:3, 2]), grid(5, 4)[1:3, 2])
+    assert torch.equal(full(x @ x.t()), grid(5, 4) @ grid(5, 4).t())
+    assert torch.equal(full(x[1:3, 2]), grid(5, 4)[1:3, 2])
 
 
 @pytest.mark.usefixtures("quiet")
-def test_in_place_on_the_whole_is_written_back(square):
-    for said in itertools.product([Shard(0), Shard(1), R, Partial()], repeat=2):
-        x = distribute_tensor(grid(5, 3), square, said)
+def test_in_place_fallbacks_write_back(square):
+    for placements in itertools.product([Shard(0), Shard(1), R, Partial()], repeat=2):
+        x = distribute_tensor(grid(5, 3), square, placements)
         assert x.clamp_(max=4.0) is x
-        assert x.placements == said
-        assert torch.equal(whole(x), grid(5, 3).clamp(max=4.0))
+        assert x.placements == placements
+        assert torch.equal(full(x), grid(5, 3).clamp(max=4.0))
 
 
 @pytest.mark.usefixtures("quiet")
-def test_ops_differentiate(square):
+def test_gradients_of_ops(square):
     u, v = grid(5, 3).requires_grad_(), (grid(5, 3) - 4).requires_grad_()
     ((u * v).sum() + (u + 3 * v).tanh().sum()).backward()
     for a, b in itertools.product([[Shard(0), R], [R, Shard(1)], [Shard(1), Shard(0)]], repeat=2):
@@ -612,18 +620,18 @@ def test_ops_differentiate(square):
         y = distribute_tensor((grid(5, 3) - 4).requires_grad_(), square, b)
         ((x * y).sum() + (x + 3 * y).tanh().sum()).backward()
         assert (x.grad.shape, y.grad.shape) == (u.shape, v.shape)
-        torch.testing.assert_close(whole(x.grad), u.grad)
-        torch.testing.assert_close(whole(y.grad), v.grad)
+        torch.testing.assert_close(full(x.grad), u.grad)
+        torch.testing.assert_close(full(y.grad), v.grad)
 
 
-def test_a_view_of_blocks_that_are_not_dense_shares_their_memory(square):
+def test_a_view_of_blocks_that_are_not_contiguous_shares_their_memory(square):
     blocks = sw.per_rank(lambda rank: (torch.arange(24.0) + rank).view(4, 6)[:, :3])
     x = DTensor.from_local(blocks, square, [Shard(0), Shard(1)])
     y = x.view(48)
     y.zero_()
-    assert whole(x).abs().sum() == 0
+    assert full(x).abs().sum() == 0
     x.add_(1)
-    assert torch.equal(whole(y), torch.ones(48))
+    assert torch.equal(full(y), torch.ones(48))
 
 
 _VIEWS = {
@@ -639,24 +647,24 @@ _VIEWS = {
 }
 
 
-@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", _VIEWS)
-def test_views_in_inference_mode_of_what_it_made_and_of_what_it_did_not(name, made_inside):
-    see = _VIEWS[name]
+def test_views_in_inference_mode_of_tensors_created_inside_and_outside_it(name, inside):
+    view = _VIEWS[name]
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x = distribute_tensor(grid(6, 3), mesh, [Shard(0)])
         with torch.inference_mode():
-            if made_inside:
+            if inside:
                 x = distribute_tensor(grid(6, 3), mesh, [Shard(0)])
-            got, want = see(x), see(grid(6, 3))
-            every = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
-            for a, b in every:
-                assert a.is_inference() == made_inside
-                assert torch.equal(whole(a), b)
+            got, want = view(x), view(grid(6, 3))
+            pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+            for a, b in pairs:
+                assert a.is_inference() == inside
+                assert torch.equal(full(a), b)
 
 
-def test_what_inference_mode_writes_to_a_view_reaches_its_base():
+def test_writes_to_views_in_inference_mode_reach_the_base():
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         x, dense = distribute_tensor(grid(6, 3), mesh, [Shard(0)]), grid(6, 3)
@@ -666,10 +674,10 @@ def test_what_inference_mode_writes_to_a_view_reaches_its_base():
                 t[1:4] = -1.0
                 t[1:5][1:].mul_(3)
                 t.t()[0].add_(1)
-            assert torch.equal(whole(x), dense)
-        assert torch.equal(whole(row), dense[4])
+            assert torch.equal(full(x), dense)
+        assert torch.equal(full(row), dense[4])
         x.add_(1)
-        assert torch.equal(whole(row), dense[4] + 1)
+        assert torch.equal(full(row), dense[4] + 1)
 
 
 def test_a_module_runs_in_inference_mode(square):
@@ -681,4 +689,4 @@ def test_a_module_runs_in_inference_mode(square):
         )
     x = distribute_tensor(data, square, [Shard(0), R])
     with torch.inference_mode():
-        torch.testing.assert_close(whole(layer(x)), want)
+        torch.testing.assert_close(full(layer(x)), want)

@@ -1,4 +1,4 @@
-"""policy(): communication that the program did not ask for is refused before it is sent, and plain tensors as it says."""
+"""policy(): implicit communication is refused before anything is sent, and plain tensors are treated as specified."""
 
 import warnings
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.call.trace import trace_calls
 from shardwise.comm import counting
 
 R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
@@ -79,7 +80,6 @@ COMMUNICATES = {
     ),
     "foreach": lambda m: torch._foreach_add([put(m, torch.randn(8, 4))], [put(m, torch.randn(8, 4), S1)]),
     "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(_with_grad(m), 1.0),
-    "the first draw after torch.manual_seed": None,  # tested on processes
 }
 
 
@@ -90,13 +90,13 @@ def _with_grad(mesh):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("name", [n for n, program in COMMUNICATES.items() if program])
-def test_communication_nobody_asked_for_is_refused_before_it_is_sent(mesh, name):
+@pytest.mark.parametrize("name", COMMUNICATES)
+def test_implicit_communication_is_refused_before_it_is_sent(mesh, name):
     sw.manual_seed(0)
     with counting() as ledger:
         COMMUNICATES[name](mesh)
-    made = [e.step for e in ledger.entries if e.step not in ("scatter", "broadcast")]
-    assert made, "it sends nothing at all"
+    steps = [e.step for e in ledger.entries if e.step not in ("scatter", "broadcast")]
+    assert steps, "it sends nothing"
     with counting() as ledger, sw.policy(implicit="error"), pytest.raises(sw.CommunicationError):
         COMMUNICATES[name](mesh)
     allowed = {"scatter", "broadcast"} | ({"exchange", "all-reduce"} if name in INSIDE_ALLOW else set())
@@ -106,8 +106,8 @@ def test_communication_nobody_asked_for_is_refused_before_it_is_sent(mesh, name)
 INSIDE_ALLOW = ("a read of a view whose base was written to", "the gradient of prod")
 
 
-@pytest.mark.parametrize("name", [n for n, program in COMMUNICATES.items() if program])
-def test_communication_nobody_asked_for_is_warned_of(mesh, name):
+@pytest.mark.parametrize("name", COMMUNICATES)
+def test_implicit_communication_warns(mesh, name):
     sw.manual_seed(0)
     with sw.policy(implicit="warn"), pytest.warns(UserWarning, match=r"would communicate .* implicitly"):
         COMMUNICATES[name](mesh)
@@ -129,14 +129,15 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_what_is_asked_for_by_name_is_neither_refused_nor_logged(mesh, name, caplog):
-    x = put(mesh, torch.randn(8, 4))
-    with warnings.catch_warnings(), sw.policy(implicit="error"):
-        warnings.simplefilter("error")
-        REQUESTS[name](x)
-    with warnings.catch_warnings(), sw.policy(implicit="warn"):
-        warnings.simplefilter("error")
-        REQUESTS[name](put(mesh, torch.randn(8, 4)))
+def test_explicit_communication_is_neither_refused_nor_logged(mesh, name, caplog):
+    for how in ("error", "warn"):
+        x, routes = put(mesh, torch.randn(8, 4)), []
+        with warnings.catch_warnings(), sw.policy(implicit=how), counting() as ledger:
+            warnings.simplefilter("error")
+            with trace_calls(lambda call, routes=routes: routes.append(call.route)):
+                REQUESTS[name](x)
+        assert ledger.collectives
+        assert "fallback" not in routes
     assert not caplog.records
 
 
@@ -162,7 +163,7 @@ def test_equal_gives_the_dense_answer(mesh, placement, change):
     assert not torch.equal(x, put(mesh, torch.zeros(4, 8)))
 
 
-def test_policies_nest_and_what_is_not_given_stays(mesh):
+def test_policies_nest_and_keep_the_settings_that_are_not_given(mesh):
     x = put(mesh, torch.randn(8, 4))
     plain = torch.ones(8, 4)
     with sw.policy(implicit="error"):
@@ -180,7 +181,7 @@ def test_policies_nest_and_what_is_not_given_stays(mesh):
 
 
 @pytest.mark.parametrize("wrong", [{"implicit": "never"}, {"plain": "yes"}, {"implicit": True}])
-def test_a_policy_that_there_is_not_is_an_error(wrong):
+def test_an_unknown_policy_is_an_error(wrong):
     with (
         pytest.raises(ValueError, match=r"(?s)policy\(\) got .*why: .* is one of .*fix: "),
         sw.policy(**wrong),
@@ -188,15 +189,15 @@ def test_a_policy_that_there_is_not_is_an_error(wrong):
         pass
 
 
-def test_a_plain_tensor_is_refused_however_it_is_held(mesh):
+def test_a_plain_tensor_is_refused_whether_it_is_a_variable_a_temporary_or_a_view(mesh):
     x = put(mesh, torch.randn(8, 4))
-    held = torch.ones(8, 4)
+    variable = torch.ones(8, 4)
     for make in (
-        lambda: held,
+        lambda: variable,
         lambda: torch.ones(8, 4),
-        lambda: held.clone(),
+        lambda: variable.clone(),
         lambda: torch.ones(4, 8).t(),
-        lambda: held[:],
+        lambda: variable[:],
     ):
         with pytest.raises(sw.PlainTensorError, match="got mixed torch"):
             x + make()
@@ -232,11 +233,11 @@ def test_plain_tensors_that_torch_creates_itself_count_as_replicated(mesh):
             call(x)
 
 
-def checked(values):
-    """What policy(plain="check") does on this rank with a plain tensor that is `values` times the rank plus one."""
+def check_plain(difference):
+    """The result or error of policy(plain="check") with a plain tensor that differs by `difference` between ranks."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     x = sw.distribute_tensor(torch.ones(8, 4), mesh, [S0])
-    plain = torch.ones(8, 4) + values * mesh.get_rank()
+    plain = torch.ones(8, 4) + difference * mesh.get_rank()
     with sw.policy(plain="check"), counting() as ledger:
         try:
             return (x + plain).full_tensor().tolist(), ledger.collectives
@@ -244,15 +245,15 @@ def checked(values):
             return str(error)
 
 
-def test_checked_plain_tensors_are_compared_between_ranks(workers):
-    assert workers.run(checked, 0.0) == [([[2.0] * 4] * 8, 2)] * 4
-    errors = workers.run(checked, 1.0)
+def test_policy_check_compares_plain_tensors_between_ranks(workers):
+    assert workers.run(check_plain, 0.0) == [([[2.0] * 4] * 8, 2)] * 4
+    errors = workers.run(check_plain, 1.0)
     assert len(set(errors)) == 1
     assert "differs between ranks: at (tp=1), (tp=2), (tp=3)" in errors[0]
 
 
-def created_by_torch():
-    """Operands that torch's Python code creates are compared between ranks, and that can be refused."""
+def run_lstm():
+    """Whether the result is dense, the number of comparisons between ranks, and whether the policy refuses these."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     x = sw.distribute_tensor(
         torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1)), mesh, [sw.Shard(1)]
@@ -276,11 +277,11 @@ def created_by_torch():
 
 
 def test_operands_that_torch_creates_are_compared_between_ranks(workers):
-    assert workers.run(created_by_torch) == [(True, 2, True)] * 4
+    assert workers.run(run_lstm) == [(True, 2, True)] * 4
 
 
-def first_draw():
-    """The first draw after torch.manual_seed broadcasts a seed, which can be refused; sw.manual_seed sends nothing."""
+def draw_after_seeding():
+    """Whether the broadcast of a seed after torch.manual_seed is refused; sw.manual_seed sends nothing."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     x = sw.empty(8, 4, device_mesh=mesh, placements=[S0])
     torch.manual_seed(3)
@@ -295,5 +296,5 @@ def first_draw():
     return "shardwise.manual_seed" in refused
 
 
-def test_agreement_on_a_seed_is_implicit_communication(workers):
-    assert all(workers.run(first_draw))
+def test_the_broadcast_of_a_seed_is_implicit_communication(workers):
+    assert workers.run(draw_after_seeding) == [True] * 4

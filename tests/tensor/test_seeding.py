@@ -1,4 +1,4 @@
-"""The stream: who seeds it, what moves it, how it is kept and brought back, and whom it leaves alone."""
+"""The random stream: seeding, what advances it, saving and restoring its state, and torch's own generator."""
 
 import io
 import subprocess
@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 (as everyone calls it)
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -29,7 +29,7 @@ def mesh():
         yield sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def drawn(mesh=None):
+def draw(mesh=None):
     return sw.rand(3, 5) if mesh is None else sw.rand(3, 5, device_mesh=mesh, placements=[Shard(0), Shard(1)])
 
 
@@ -37,13 +37,13 @@ def values(t):
     return t.full_tensor().ranks[0] if isinstance(t, sw.DTensor) else t
 
 
-def test_a_seed_begins_the_stream_again():
+def test_a_seed_restarts_the_stream():
     sw.manual_seed(5)
-    first = [drawn(), drawn()]
+    first = [draw(), draw()]
     sw.manual_seed(5)
-    again = [drawn(), drawn()]
+    again = [draw(), draw()]
     sw.manual_seed(6)
-    other = drawn()
+    other = draw()
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], first[1])
@@ -51,11 +51,11 @@ def test_a_seed_begins_the_stream_again():
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63), 1234567890123])
-def test_seeds_are_those_of_torch(seed):
+def test_seeds_have_the_range_of_torchs(seed):
     sw.manual_seed(seed)
-    ours = drawn()
+    ours = draw()
     torch.manual_seed(seed)
-    assert torch.equal(ours, drawn())
+    assert torch.equal(ours, draw())
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
@@ -64,30 +64,29 @@ def test_a_seed_has_64_bits(seed):
         sw.manual_seed(seed)
 
 
-def test_torchs_seed_is_ours_too_each_time_it_is_set(mesh):
+def test_seeding_torch_seeds_the_stream(mesh):
     torch.manual_seed(9)
-    first = values(drawn(mesh))
-    torch.manual_seed(9)  # nothing of torch's own was drawn in between
-    assert torch.equal(first, values(drawn(mesh)))
-    torch.default_generator.manual_seed(10)  # not by the function
-    other = values(drawn(mesh))
+    first = values(draw(mesh))
+    torch.manual_seed(9)  # torch's generator did not advance in between
+    assert torch.equal(first, values(draw(mesh)))
+    torch.default_generator.manual_seed(10)  # not through torch.manual_seed
+    other = values(draw(mesh))
     assert not torch.equal(first, other)
     torch.manual_seed(10)
-    assert torch.equal(other, values(drawn(mesh)))
+    assert torch.equal(other, values(draw(mesh)))
 
 
-def test_whoever_held_manual_seed_before_seeds_too():
-    held = torch.random.manual_seed
-    held(12)
-    first = drawn()
-    held(12)
-    assert torch.equal(first, drawn())
+def test_torch_random_manual_seed_seeds_the_stream():
+    torch.random.manual_seed(12)
+    first = draw()
+    torch.random.manual_seed(12)
+    assert torch.equal(first, draw())
 
 
-def test_torchs_generator_is_left_alone(mesh):
+def test_random_ops_do_not_advance_torchs_generator(mesh):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    x = drawn(mesh)
+    x = draw(mesh)
     sw.manual_seed(4)
     x.normal_()
     F.dropout(x, 0.5)
@@ -102,58 +101,58 @@ def test_torchs_generator_is_left_alone(mesh):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_ours_is_left_alone_by_torchs():
+def test_torchs_generator_does_not_advance_the_stream():
     sw.manual_seed(1)
     before = sw.get_rng_state()
     torch.rand(3)
     assert torch.equal(before, sw.get_rng_state())
 
 
-def test_a_state_is_kept_and_brought_back(mesh):
+def test_saving_and_restoring_a_state(mesh):
     sw.manual_seed(77)
-    drawn(mesh)
+    draw(mesh)
     file = io.BytesIO()
     torch.save({"rng": sw.get_rng_state()}, file)
-    expected = values(drawn(mesh))
+    expected = values(draw(mesh))
     sw.manual_seed(1)
     sw.set_rng_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True)["rng"])
-    assert torch.equal(expected, values(drawn(mesh)))
+    assert torch.equal(expected, values(draw(mesh)))
 
 
-def test_another_state_is_refused():
+def test_a_state_of_torchs_generator_is_refused():
     with pytest.raises(ValueError, match="no state of shardwise's stream"):
         sw.set_rng_state(torch.get_rng_state())
 
 
 def _fail_after_drawing():
-    drawn()
+    draw()
     sw.rand(3, dtype=torch.int64)
 
 
-def test_a_fork_leaves_the_stream_where_it_was():
+def test_a_fork_restores_the_stream():
     sw.manual_seed(2)
-    expected = [drawn(), drawn()]
+    expected = [draw(), draw()]
     sw.manual_seed(2)
-    first = drawn()
+    first = draw()
     with sw.fork_rng():
         sw.manual_seed(8)
-        drawn()
+        draw()
     with torch.random.fork_rng():
         torch.manual_seed(8)
-        drawn()
+        draw()
     with pytest.raises(LayoutError), sw.fork_rng():
         _fail_after_drawing()
     assert torch.equal(first, expected[0])
-    assert torch.equal(drawn(), expected[1])
+    assert torch.equal(draw(), expected[1])
     with sw.fork_rng(enabled=False):
-        moved = drawn()
-    assert not torch.equal(drawn(), moved)
+        advanced = draw()
+    assert not torch.equal(draw(), advanced)
 
 
-def test_nothing_is_sent(mesh):
+def test_random_ops_send_nothing(mesh):
     with counting() as ledger:
         sw.manual_seed(5)
-        x = drawn(mesh)
+        x = draw(mesh)
         x.normal_()
         x.bernoulli_(0.5)
         F.dropout(x, 0.2)
@@ -164,12 +163,12 @@ def test_nothing_is_sent(mesh):
     assert ledger.collectives == 0
 
 
-def test_every_call_has_numbers_of_its_own(mesh):
+def test_calls_do_not_share_numbers(mesh):
     sw.manual_seed(5)
     seen = [
         values(sw.rand(4, 4, device_mesh=mesh, placements=p)) for p in ([Shard(0)] * 2, [Replicate()] * 2)
     ]
-    seen += [values(torch.rand_like(drawn(mesh)))[:, :4] for _ in range(3)]
+    seen += [values(torch.rand_like(draw(mesh)))[:, :4] for _ in range(3)]
     numbers = torch.cat([t.flatten() for t in seen])
     assert len(numbers.unique()) == len(numbers)
 
@@ -179,13 +178,13 @@ def test_a_pending_target_is_an_error(mesh):
     for fill in (lambda: x.normal_(), lambda: x.bernoulli_(0.5), lambda: x.random_()):
         with pytest.raises(LayoutError, match="cannot fill"):
             fill()
-    like = torch.rand_like(x)  # a new one is whole
+    like = torch.rand_like(x)  # a new tensor is replicated
     assert not any(p.is_partial() for p in like.placements)
 
 
-def test_dropout_of_what_is_pending_stays_pending(mesh):
-    parts = sw.per_rank(lambda r: torch.arange(6.0) * (r // 2 * 2 - 1.0))
-    x = sw.DTensor.from_local(parts, mesh, [Partial(), Replicate()])
+def test_dropout_of_a_pending_sum(mesh):
+    terms = sw.per_rank(lambda r: torch.arange(6.0) * (r // 2 * 2 - 1.0))
+    x = sw.DTensor.from_local(terms, mesh, [Partial(), Replicate()])
     sw.manual_seed(4)
     got = F.dropout(x, 0.5)
     sw.manual_seed(4)
@@ -195,8 +194,8 @@ def test_dropout_of_what_is_pending_stays_pending(mesh):
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5])
-def test_torchs_errors(mesh, p):
-    x = drawn(mesh)
+def test_invalid_arguments_raise_torchs_errors(mesh, p):
+    x = draw(mesh)
     with pytest.raises(RuntimeError, match=r"p_in|in \[0, 1\]|between 0 and 1"):
         x.bernoulli_(p)
     with pytest.raises(RuntimeError, match="between 0 and 1"):
@@ -213,8 +212,8 @@ def test_torchs_errors(mesh, p):
         (x > 0).normal_()
 
 
-def test_a_generator_of_ones_own_is_heeded_and_moves(mesh):
-    x = drawn(mesh)
+def test_an_explicit_generator_is_used_and_advanced(mesh):
+    x = draw(mesh)
     before = sw.get_rng_state()
     own = torch.Generator().manual_seed(3)
     first, second = values(x.clone().normal_(generator=own)), values(x.clone().normal_(generator=own))
@@ -232,28 +231,28 @@ def test_a_generator_of_ones_own_is_heeded_and_moves(mesh):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_draws_the_same(mesh, reentrant):
-    def run(again):
+def test_activation_checkpointing_draws_the_same_numbers(mesh, reentrant):
+    def run(recompute):
         sw.manual_seed(21)
-        x = drawn(mesh).requires_grad_()
+        x = draw(mesh).requires_grad_()
 
         def block(h):
             return F.dropout(h * 2, 0.5).sin()
 
         for _ in range(3):
-            drawn(mesh)
-        h = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
-        h = checkpoint(block, h, use_reentrant=reentrant) if again else block(h)
-        after = drawn(mesh)
+            draw(mesh)
+        h = checkpoint(block, x, use_reentrant=reentrant) if recompute else block(x)
+        h = checkpoint(block, h, use_reentrant=reentrant) if recompute else block(h)
+        after = draw(mesh)
         h.square().sum().backward()
-        return values(h.detach()), values(x.grad), values(after), values(drawn(mesh))
+        return values(h.detach()), values(x.grad), values(after), values(draw(mesh))
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
 
 
-def test_gradients_are_those_of_the_mask(mesh):
-    x = (drawn(mesh) + 1).requires_grad_()
+def test_gradients_use_the_mask_of_the_forward_pass(mesh):
+    x = (draw(mesh) + 1).requires_grad_()
     y = F.dropout(x, 0.4)
     y.sum().backward()
     mask = values(y.detach()) != 0
@@ -264,14 +263,14 @@ def test_gradients_are_those_of_the_mask(mesh):
     torch.testing.assert_close(values(x.grad), -values(z.detach() / -x.detach()))
 
 
-def test_attention_without_dropout_moves_nothing(mesh):
+def test_attention_without_dropout_does_not_advance_the_stream(mesh):
     x = sw.distribute_tensor(torch.randn(2, 2, 3, 4), mesh, [Replicate(), Shard(3)])
     before = sw.get_rng_state()
     F.scaled_dot_product_attention(x, x, x)
     assert torch.equal(before, sw.get_rng_state())
 
 
-def test_a_mesh_may_have_a_stream_of_its_own(mesh):
+def test_a_mesh_may_have_its_own_stream(mesh):
     part = sw.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     sw.manual_seed(1)
     sw.manual_seed(2, part)
@@ -283,11 +282,11 @@ def test_a_mesh_may_have_a_stream_of_its_own(mesh):
     assert torch.equal(values(on_part), sw.rand(4))
 
 
-def test_random_tensors_of_no_mesh_are_plain():
+def test_random_factories_without_a_mesh_return_plain_tensors():
     sw.manual_seed(1)
-    made = [sw.rand(2, 3), sw.randn((2, 3), dtype=torch.float64), sw.randint(3, 9, (4,)), sw.randperm(6)]
-    assert [type(t) for t in made] == [torch.Tensor] * 4
-    assert [t.dtype for t in made] == [torch.float32, torch.float64, torch.int64, torch.int64]
+    tensors = [sw.rand(2, 3), sw.randn((2, 3), dtype=torch.float64), sw.randint(3, 9, (4,)), sw.randperm(6)]
+    assert [type(t) for t in tensors] == [torch.Tensor] * 4
+    assert [t.dtype for t in tensors] == [torch.float32, torch.float64, torch.int64, torch.int64]
     assert sw.rand(3, device="meta").device.type == "meta"
     assert sw.rand(3, requires_grad=True).requires_grad
     with pytest.raises(LayoutError, match="rand"):
@@ -299,16 +298,16 @@ def test_random_tensors_of_no_mesh_are_plain():
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 5000])
-def test_a_permutation_in_blocks(mesh, n):
+def test_a_split_permutation(mesh, n):
     sw.manual_seed(1)
-    alone = sw.randperm(n)
+    plain = sw.randperm(n)
     sw.manual_seed(1)
     split = sw.randperm(n, device_mesh=mesh, placements=[Shard(0), Shard(0)])
-    assert sorted(alone.tolist()) == list(range(n))
-    assert torch.equal(values(split), alone)
+    assert sorted(plain.tolist()) == list(range(n))
+    assert torch.equal(values(split), plain)
 
 
-def test_a_mesh_goes_on_alone_in_a_process_in_which_it_had_no_stream(mesh):
+def test_restoring_the_stream_of_a_mesh_that_has_none(mesh):
     part = sw.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     with sw.fork_rng():
         sw.manual_seed(2, part)
@@ -320,7 +319,7 @@ def test_a_mesh_goes_on_alone_in_a_process_in_which_it_had_no_stream(mesh):
     assert torch.equal(before, sw.get_rng_state())
 
 
-def test_a_state_of_torchs_is_saved_as_without_us():
+def test_states_of_torchs_generator_can_be_saved():
     file = io.BytesIO()
     torch.save(torch.get_rng_state(), file)
     file.seek(0)
@@ -328,31 +327,31 @@ def test_a_state_of_torchs_is_saved_as_without_us():
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_states_from_a_file_are_set_in_any_order(ours_first):
+def test_loaded_states_may_be_set_in_any_order(ours_first):
     torch.manual_seed(123)
-    drawn()
+    draw()
     theirs, ours = torch.get_rng_state().clone(), sw.get_rng_state()
-    expected = drawn()
+    expected = draw()
     torch.manual_seed(999)
     if ours_first:
         sw.set_rng_state(ours)
     torch.set_rng_state(theirs)
     if not ours_first:
         sw.set_rng_state(ours)
-    assert torch.equal(drawn(), expected)
+    assert torch.equal(draw(), expected)
 
 
-def test_torch_may_be_seeded_before_we_are_imported():
+def test_torch_may_be_seeded_before_the_import():
     code = (
         "import torch; torch.manual_seed(5); import shardwise\n"
         "from shardwise.random.stream import stream_of\n"
-        "print(stream_of().seed, stream_of().by_torch)"
+        "print(stream_of().seed, stream_of().from_torch)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["5", "True"]
 
 
-def test_another_import_wraps_nothing_again():
+def test_importing_again_patches_nothing_twice():
     code = (
         "import importlib, torch, shardwise.tensor\n"
         "mine = torch.get_rng_state, torch.nn.init.sparse_\n"
@@ -366,7 +365,7 @@ def test_another_import_wraps_nothing_again():
 def test_torch_may_be_seeded_inside_a_fork():
     for seed in (torch.manual_seed, torch.default_generator.manual_seed, sw.manual_seed):
         with torch.random.fork_rng():
-            torch.default_generator.manual_seed(21)  # heeded when something is next drawn
+            torch.default_generator.manual_seed(21)  # takes effect at the next draw
             with sw.fork_rng():
                 seed(22)
                 sw.rand(1)
@@ -375,49 +374,49 @@ def test_torch_may_be_seeded_inside_a_fork():
             assert torch.equal(forked, sw.rand(3)), seed
 
 
-def test_a_thread_may_draw_while_another_brings_back_a_state():
-    often, done, wrong = sys.getswitchinterval(), threading.Event(), []
+def test_reading_the_state_while_another_thread_forks_is_safe():
+    interval, done, errors = sys.getswitchinterval(), threading.Event(), []
 
-    def draw():
+    def read():
         try:
             for _ in range(5000):
                 sw.get_rng_state()
-        except KeyError as error:
-            wrong.append(error)
+        except Exception as error:
+            errors.append(error)
         done.set()
 
     sys.setswitchinterval(1e-6)
     try:
-        thread = threading.Thread(target=draw)
+        thread = threading.Thread(target=read)
         thread.start()
         while not done.is_set():
             with sw.fork_rng():
                 pass
         thread.join()
     finally:
-        sys.setswitchinterval(often)
-    assert not wrong
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
-def test_threads_that_draw_at_once_have_places_of_their_own():
-    def draw():
-        places.extend([next_draw().position for _ in range(5000)])
+def test_concurrent_draws_have_different_positions():
+    def take():
+        positions.extend([next_draw().position for _ in range(5000)])
 
-    places, often = [], sys.getswitchinterval()
+    positions, interval = [], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=draw) for _ in range(4)]
+        threads = [threading.Thread(target=take) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
-        sys.setswitchinterval(often)
-    assert len(set(places)) == len(places) == 20000
+        sys.setswitchinterval(interval)
+    assert len(set(positions)) == len(positions) == 20000
 
 
-def seeded_apart(rank_of):
-    """Processes whose torch seeds differ, or agree: what they draw together, and what was sent for it."""
+def seed_differently(rank_of):
+    """Random numbers on ranks with different torch seeds, and the number of collectives."""
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(100 + rank_of())
     with counting() as ledger:
@@ -426,19 +425,19 @@ def seeded_apart(rank_of):
         second = torch.rand_like(sw.zeros(3, device_mesh=mesh)).to_local().tolist()
         again = ledger.collectives
     torch.manual_seed(100 + rank_of())
-    state = sw.get_rng_state()  # before anyone has met
+    state = sw.get_rng_state()  # before a seed was broadcast
     sw.set_rng_state(state)
-    kept = sw.rand(3, device_mesh=mesh).to_local().tolist()
+    restored = sw.rand(3, device_mesh=mesh).to_local().tolist()
     sw.manual_seed(100)
     with counting() as ledger:
         ours = sw.rand(3, device_mesh=mesh).to_local().tolist()
         none = ledger.collectives
-    return first, second, first == ours, kept == ours, sent, again, none
+    return first, second, first == ours, restored == ours, sent, again, none
 
 
 @pytest.mark.processes
-def test_processes_whose_torch_seeds_differ_agree_on_the_first_ones(workers):
-    seen = workers.run(seeded_apart, torch.distributed.get_rank)
+def test_ranks_with_different_torch_seeds_use_that_of_the_first(workers):
+    seen = workers.run(seed_differently, torch.distributed.get_rank)
     assert seen == [seen[0]] * 4
     assert seen[0][2:] == (True, True, 2, 2, 0)
 
@@ -449,22 +448,31 @@ def unseeded():
 
 
 @pytest.mark.processes
-def test_a_program_that_seeds_nothing_draws_alike_on_all_ranks():
-    first, second = sw.launch(unseeded, 2)  # new processes, which torch seeds as it likes
+def test_ranks_of_a_program_without_a_seed_draw_the_same():
+    first, second = sw.launch(unseeded, 2)  # new processes, which torch seeds at random
     assert first == second
 
 
 def off_the_mesh():
-    """Ranks off a mesh pass the op too, and then draw with the others what the others draw."""
+    """Run random ops on a mesh of two ranks, then draw on all ranks."""
     part = sw.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
     every = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     sw.manual_seed(5)
     x = sw.rand(4, device_mesh=part, placements=[Shard(0)])
     x.normal_()
     torch.randn_like(x)
-    chances = x.sigmoid()
-    torch.bernoulli(chances), torch.poisson(chances), torch.normal(x, chances), torch._standard_gamma(chances)
-    torch.binomial(torch.ones_like(x), chances), torch.multinomial(chances, 2), x.bernoulli_(chances)
+    probabilities = x.sigmoid()
+    (
+        torch.bernoulli(probabilities),
+        torch.poisson(probabilities),
+        torch.normal(x, probabilities),
+        torch._standard_gamma(probabilities),
+    )
+    (
+        torch.binomial(torch.ones_like(x), probabilities),
+        torch.multinomial(probabilities, 2),
+        x.bernoulli_(probabilities),
+    )
     torch.rand(4, out=x)
     with torch.inference_mode():
         F.dropout(x, 0.5), F.dropout(x, 0.5, training=False)
@@ -472,14 +480,14 @@ def off_the_mesh():
 
 
 @pytest.mark.processes
-def test_ranks_off_the_mesh_stay_in_step(workers):
+def test_ranks_off_the_mesh_advance_the_stream_too(workers):
     seen = workers.run(off_the_mesh)
     assert seen == [seen[0]] * 4
 
 
 def seed_off_the_mesh(rank_of):
     part = sw.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
-    with sw.fork_rng():  # the processes serve other tests too, in which this mesh has no stream of its own
+    with sw.fork_rng():  # other tests use these processes, and this mesh without its own stream
         try:
             sw.manual_seed(5, part)
         except RuntimeError as error:
@@ -488,14 +496,14 @@ def seed_off_the_mesh(rank_of):
 
 
 @pytest.mark.processes
-def test_a_seed_for_a_mesh_is_given_on_it(workers):
+def test_seeding_a_mesh_from_a_rank_off_it_is_an_error(workers):
     seen = workers.run(seed_off_the_mesh, torch.distributed.get_rank)
     assert seen[:2] == [0, 1]
     assert all("requires the current rank to be a part of the device mesh" in text for text in seen[2:])
 
 
-def compiled():
-    """A compiled program draws what it draws uncompiled, call by call, and its gradients are those of its masks."""
+def compile_dropout():
+    """Whether a compiled program with dropout has the losses and gradients of the eager one, call by call."""
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = sw.distribute_tensor(torch.ones(6, 4), mesh, [Shard(0), Shard(1)]).requires_grad_()
 
@@ -517,4 +525,4 @@ def compiled():
 
 @pytest.mark.processes
 def test_compiled_programs_draw_the_same(workers):
-    assert workers.run(compiled) == [True] * 4
+    assert workers.run(compile_dropout) == [True] * 4

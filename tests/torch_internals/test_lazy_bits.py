@@ -1,4 +1,4 @@
-"""Kernels that make lazy conjugates themselves see them resolved, also beneath a DTensor."""
+"""Conjugate bits are resolved for kernels that do not handle them, also beneath a DTensor."""
 
 import pytest
 import torch

@@ -86,7 +86,7 @@ def _rules(change):
 
 
 @_rules
-def freed(rule):
+def allow_splits(rule):
     """Allow dims to be split that must not be."""
 
     def named(letters):
@@ -96,7 +96,7 @@ def freed(rule):
 
 
 @_rules
-def summed(rule):
+def allow_splits_by_sum(rule):
     """Allow dims to be split that must not be, and sum over them."""
     inputs = [
         tuple(f"w{slot}.{i}" if x is None else x for i, x in enumerate(letters))
@@ -143,7 +143,7 @@ def reduced_otherwise(rule):
 
 
 @_rules
-def averaged(rule):
+def reduced_by_avg(rule):
     return replace(rule, reduced=dict.fromkeys(rule.reduced, "avg"))
 
 
@@ -172,7 +172,7 @@ def with_empty_blocks(rule):
     return replace(rule, empty=True)
 
 
-def _spread(mutation, names):
+def _cases(mutation, names):
     return [pytest.param(mutation, f"aten.{n}", id=f"{mutation.__name__}-{n}") for n in names.split()]
 
 
@@ -181,57 +181,57 @@ for _name, _mutation in list(globals().items()):
         _mutation.__name__ = _name
 
 WRONG = [
-    *_spread(freed, "_softmax.default cumsum.default sort.default cummax.default flip.default roll.default"),
-    *_spread(freed, "avg_pool2d.default upsample_bilinear2d.default linalg_qr.default"),
-    *_spread(freed, "_fft_c2c.default cat.default slice.Tensor topk.default glu.default"),
-    *_spread(freed, "_scaled_dot_product_flash_attention_for_cpu.default"),
-    *_spread(summed, "median.dim logsumexp.default linalg_vector_norm.default var.correction argmax.default"),
-    *_spread(summed, "max.dim embedding_dense_backward.default select.int"),
-    *_spread(linear_in_first, "add.Tensor sub.Tensor lerp.Scalar addcmul.default relu.default exp.default"),
-    *_spread(linear_in_first, "clamp.default abs.default pow.Tensor_Scalar add.Scalar amax.default prod.dim_int"),
-    *_spread(linear_in_first, "addmm.default baddbmm.default maximum.default native_layer_norm.default _softmax.default"),
-    *_spread(linear_in_first, "cat.default cumprod.default count_nonzero.default sort.default"),
-    *_spread(linear_in_last, "div.Tensor gelu_backward.default tanh_backward.default lerp.Tensor"),
-    *_spread(linear_in_last, "_softmax_backward_data.default native_layer_norm_backward.default addcdiv.default"),
-    *_spread(linear_in_all, "mul.Tensor mm.default bmm.default dot.default addcmul.default"),
-    *_spread(increasing, "neg.default abs.default sin.default cos.default sum.default square.default prod.default"),
-    *_spread(decreasing, "relu.default exp.default floor.default amax.default clone.default sigmoid.default"),
-    *_spread(passing_products, "neg.default exp.default add.Scalar relu.default"),
-    *_spread(reduced_otherwise, "mm.default sum.dim_IntList amax.default amin.default prod.default any.dim all.default"),
-    *_spread(reduced_otherwise, "embedding.default embedding_dense_backward.default mean.dim dot.default nansum.default"),
-    *_spread(averaged, "mm.default sum.default mean.default mv.default bmm.default"),
-    *_spread(reversed_dims, "t.default transpose.int permute.default mm.default add.Tensor unbind.int"),
-    *_spread(without_local, "mean.dim mean.default amax.default min.default embedding.default expand.default"),
-    *_spread(without_ranges, "embedding.default"),
-    *_spread(without_addends, "addmm.default baddbmm.default"),
-    *_spread(summed, "native_layer_norm.default gather.default searchsorted.Tensor take.default"),
-    *_spread(summed, "_cdist_forward.default index.Tensor index_copy.default _aminmax.dim isin.Tensor_Tensor"),
-    *_spread(freed, "renorm.default linalg_cross.default linalg_solve_triangular.default cholesky_solve.default"),
-    *_spread(freed, "_linalg_svd.default rot90.default scatter.src diagonal.default slice_scatter.default"),
-    *_spread(linear_in_first, "index_put.default scatter_reduce.two index_copy.default linalg_matrix_exp.default"),
-    *_spread(linear_in_first, "_cdist_forward.default renorm.default histc.default linalg_solve_triangular.default"),
-    *_spread(linear_in_last, "index_reduce.default addmv.default"),
-    *_spread(linear_in_all, "_trilinear.default linalg_cross.default"),
-    *_spread(reduced_otherwise, "index_add.default scatter_add.default trace.default histc.default put.default"),
-    *_spread(reduced_otherwise, "index.Tensor _trilinear.default addbmm.default _cdist_backward.default"),
-    *_spread(without_local, "tril.default trace.default index.Tensor index_put.default index_select.default"),
-    *_spread(without_local, "gather.default scatter.src select_scatter.default diagonal_backward.default"),
-    *_spread(without_local, "addmv.default new_zeros.default"),
-    *_spread(without_ranges, "tril.default trace.default index_put.default scatter_add.default"),
-    *_spread(without_addends, "addmv.default addbmm.default index_add.default put.default"),
-    *_spread(freed, "unfold.default convolution.default native_group_norm.default"),
-    *_spread(summed, "grid_sampler_2d.default im2col.default"),
-    *_spread(linear_in_first, "mse_loss.default native_batch_norm.default huber_loss.default"),
-    *_spread(linear_in_last, "convolution.default grid_sampler_2d.default soft_margin_loss_backward.default"),
-    *_spread(linear_in_last, "native_group_norm_backward.default _weight_norm_interface_backward.default"),
-    *_spread(reduced_otherwise, "convolution.default convolution_backward.default nll_loss_forward.default mse_loss.default"),
-    *_spread(reduced_otherwise, "native_batch_norm_backward.default _embedding_bag_per_sample_weights_backward.default"),
-    *_spread(without_local, "convolution.default convolution_backward.default mse_loss.default mse_loss_backward.default"),
-    *_spread(without_local, "nll_loss_forward.default native_group_norm.default upsample_nearest2d_backward.default"),
-    *_spread(without_local, "slice_backward.default affine_grid_generator.default multi_margin_loss.default"),
-    *_spread(without_ranges, "nll_loss_forward.default nll_loss2d_forward.default nll_loss_backward.default"),
-    *_spread(without_addends, "convolution.default"),
-    *_spread(with_empty_blocks, "max_pool2d_with_indices.default reflection_pad2d.default"),
+    *_cases(allow_splits, "_softmax.default cumsum.default sort.default cummax.default flip.default roll.default"),
+    *_cases(allow_splits, "avg_pool2d.default upsample_bilinear2d.default linalg_qr.default"),
+    *_cases(allow_splits, "_fft_c2c.default cat.default slice.Tensor topk.default glu.default"),
+    *_cases(allow_splits, "_scaled_dot_product_flash_attention_for_cpu.default"),
+    *_cases(allow_splits_by_sum, "median.dim logsumexp.default linalg_vector_norm.default var.correction argmax.default"),
+    *_cases(allow_splits_by_sum, "max.dim embedding_dense_backward.default select.int"),
+    *_cases(linear_in_first, "add.Tensor sub.Tensor lerp.Scalar addcmul.default relu.default exp.default"),
+    *_cases(linear_in_first, "clamp.default abs.default pow.Tensor_Scalar add.Scalar amax.default prod.dim_int"),
+    *_cases(linear_in_first, "addmm.default baddbmm.default maximum.default native_layer_norm.default _softmax.default"),
+    *_cases(linear_in_first, "cat.default cumprod.default count_nonzero.default sort.default"),
+    *_cases(linear_in_last, "div.Tensor gelu_backward.default tanh_backward.default lerp.Tensor"),
+    *_cases(linear_in_last, "_softmax_backward_data.default native_layer_norm_backward.default addcdiv.default"),
+    *_cases(linear_in_all, "mul.Tensor mm.default bmm.default dot.default addcmul.default"),
+    *_cases(increasing, "neg.default abs.default sin.default cos.default sum.default square.default prod.default"),
+    *_cases(decreasing, "relu.default exp.default floor.default amax.default clone.default sigmoid.default"),
+    *_cases(passing_products, "neg.default exp.default add.Scalar relu.default"),
+    *_cases(reduced_otherwise, "mm.default sum.dim_IntList amax.default amin.default prod.default any.dim all.default"),
+    *_cases(reduced_otherwise, "embedding.default embedding_dense_backward.default mean.dim dot.default nansum.default"),
+    *_cases(reduced_by_avg, "mm.default sum.default mean.default mv.default bmm.default"),
+    *_cases(reversed_dims, "t.default transpose.int permute.default mm.default add.Tensor unbind.int"),
+    *_cases(without_local, "mean.dim mean.default amax.default min.default embedding.default expand.default"),
+    *_cases(without_ranges, "embedding.default"),
+    *_cases(without_addends, "addmm.default baddbmm.default"),
+    *_cases(allow_splits_by_sum, "native_layer_norm.default gather.default searchsorted.Tensor take.default"),
+    *_cases(allow_splits_by_sum, "_cdist_forward.default index.Tensor index_copy.default _aminmax.dim isin.Tensor_Tensor"),
+    *_cases(allow_splits, "renorm.default linalg_cross.default linalg_solve_triangular.default cholesky_solve.default"),
+    *_cases(allow_splits, "_linalg_svd.default rot90.default scatter.src diagonal.default slice_scatter.default"),
+    *_cases(linear_in_first, "index_put.default scatter_reduce.two index_copy.default linalg_matrix_exp.default"),
+    *_cases(linear_in_first, "_cdist_forward.default renorm.default histc.default linalg_solve_triangular.default"),
+    *_cases(linear_in_last, "index_reduce.default addmv.default"),
+    *_cases(linear_in_all, "_trilinear.default linalg_cross.default"),
+    *_cases(reduced_otherwise, "index_add.default scatter_add.default trace.default histc.default put.default"),
+    *_cases(reduced_otherwise, "index.Tensor _trilinear.default addbmm.default _cdist_backward.default"),
+    *_cases(without_local, "tril.default trace.default index.Tensor index_put.default index_select.default"),
+    *_cases(without_local, "gather.default scatter.src select_scatter.default diagonal_backward.default"),
+    *_cases(without_local, "addmv.default new_zeros.default"),
+    *_cases(without_ranges, "tril.default trace.default index_put.default scatter_add.default"),
+    *_cases(without_addends, "addmv.default addbmm.default index_add.default put.default"),
+    *_cases(allow_splits, "unfold.default convolution.default native_group_norm.default"),
+    *_cases(allow_splits_by_sum, "grid_sampler_2d.default im2col.default"),
+    *_cases(linear_in_first, "mse_loss.default native_batch_norm.default huber_loss.default"),
+    *_cases(linear_in_last, "convolution.default grid_sampler_2d.default soft_margin_loss_backward.default"),
+    *_cases(linear_in_last, "native_group_norm_backward.default _weight_norm_interface_backward.default"),
+    *_cases(reduced_otherwise, "convolution.default convolution_backward.default nll_loss_forward.default mse_loss.default"),
+    *_cases(reduced_otherwise, "native_batch_norm_backward.default _embedding_bag_per_sample_weights_backward.default"),
+    *_cases(without_local, "convolution.default convolution_backward.default mse_loss.default mse_loss_backward.default"),
+    *_cases(without_local, "nll_loss_forward.default native_group_norm.default upsample_nearest2d_backward.default"),
+    *_cases(without_local, "slice_backward.default affine_grid_generator.default multi_margin_loss.default"),
+    *_cases(without_ranges, "nll_loss_forward.default nll_loss2d_forward.default nll_loss_backward.default"),
+    *_cases(without_addends, "convolution.default"),
+    *_cases(with_empty_blocks, "max_pool2d_with_indices.default reflection_pad2d.default"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from shardwise.plan import Plan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
 
-__all__ = ["Alternative", "Propose", "in_float32", "reduce_pending", "requires_rule"]
+__all__ = ["Alternative", "Propose", "in_float32", "reduce_pending"]
 
 
 class Alternative(NamedTuple):
@@ -32,17 +32,12 @@ class Alternative(NamedTuple):
     outputs: tuple[Spec, ...] | None = None
 
 
-Propose = Callable[[OpCall, Resolution | None], Alternative | None]
-"""Propose an alternative for a call, or None, given how its rule resolves the call, if a rule covers it.
+Propose = Callable[[OpCall, Any], Alternative | None]
+"""Propose an alternative for a call, or None, given the `Resolution` of the call by its rule.
 
-It may read specs, shapes and numbers, but neither values nor the coordinate of this rank: all ranks must
+For the ops in `registry.WITHOUT_RULE`, the resolution is None if no rule covers the call; other ops are not asked then. It may read specs, shapes and numbers, but neither values nor the coordinate of this rank: all ranks must
 propose the same.
 """
-
-
-def requires_rule(propose: Callable[[OpCall, Resolution], Alternative | None]) -> Propose:
-    """Propose an alternative only for calls that a rule covers."""
-    return lambda call, resolution: None if resolution is None else propose(call, resolution)
 
 
 def reduce_pending(func: Any, x: Tensor) -> Tensor:

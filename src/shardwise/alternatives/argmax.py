@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, reduce_pending, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose, reduce_pending
 from shardwise.alternatives.exchange import Operand, block_program, split_dim
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
@@ -77,20 +78,14 @@ def _aminmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[
     return x.amin(dims, keepdim=keepdim), x.amax(dims, keepdim=keepdim)
 
 
-def _by_reduction(program: Callable[..., Any]) -> Propose:
+def _by_reduction(program: Callable[..., Any], call: OpCall, resolution: Resolution) -> Alternative | None:
     """Propose a program that reduces values and indices, for a call whose rule would gather the rows."""
-
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        x: DTensor = call.args[0]
-        if resolution.moves[0] is None or x._spec.layout.partial or 0 in x.shape:
-            return None
-        return None if x.dtype.is_complex or x.dim() == 0 else Alternative(program)
-
-    return propose
+    x: DTensor = call.args[0]
+    if resolution.moves[0] is None or x._spec.layout.partial or 0 in x.shape:
+        return None
+    return None if x.dtype.is_complex or x.dim() == 0 else Alternative(program)
 
 
-@requires_rule
 def _topk(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Gather the k extremes of each block, and take the k extremes of those; each block must have k."""
     x: DTensor = call.named["self"]
@@ -124,12 +119,12 @@ def _topk(call: OpCall, resolution: Resolution) -> Alternative | None:
 
 
 ALTERNATIVES: dict[Any, Propose] = {
-    aten.argmax.default: _by_reduction(_argmax(aten.argmax.default, largest=True)),
-    aten.argmin.default: _by_reduction(_argmax(aten.argmin.default, largest=False)),
-    aten.max.dim: _by_reduction(_max(aten.max.dim, largest=True)),
-    aten.min.dim: _by_reduction(_max(aten.min.dim, largest=False)),
-    aten.aminmax.default: _by_reduction(_aminmax),
-    aten._aminmax.default: _by_reduction(_aminmax),
-    aten._aminmax.dim: _by_reduction(_aminmax),
+    aten.argmax.default: partial(_by_reduction, _argmax(aten.argmax.default, largest=True)),
+    aten.argmin.default: partial(_by_reduction, _argmax(aten.argmin.default, largest=False)),
+    aten.max.dim: partial(_by_reduction, _max(aten.max.dim, largest=True)),
+    aten.min.dim: partial(_by_reduction, _max(aten.min.dim, largest=False)),
+    aten.aminmax.default: partial(_by_reduction, _aminmax),
+    aten._aminmax.default: partial(_by_reduction, _aminmax),
+    aten._aminmax.dim: partial(_by_reduction, _aminmax),
     aten.topk.default: _topk,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.alternatives import grouped_convolution
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, block_program, plan_to
 from shardwise.alternatives.halo import Halo, plan_to_positions, plan_to_windows, resize_dims, split_halos
 from shardwise.call.op_call import OpCall
@@ -135,9 +135,8 @@ def _backward(call: OpCall, resolution: Resolution) -> Alternative | None:
             specs[i] = spec.with_layout(layout if i == 0 else replicated.with_partial(partial))
 
     def compute(coord: Coord, grad: Tensor, with_halo: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
-        of_input, of_weight = (
-            _gradients(conv, coord, with_halo, x, w, mask) if mask[0] or mask[1] else (None, None)
-        )
+        skip = not (mask[0] or mask[1])
+        of_input, of_weight = (None, None) if skip else _gradients(conv, coord, with_halo, x, w, mask)
         of_bias = grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None
         return [g for g in (of_input, of_weight, of_bias) if g is not None]
 
@@ -177,6 +176,6 @@ def _cheapest(*proposals: Propose) -> Propose:
 
 
 ALTERNATIVES: dict[Any, Propose] = {
-    aten.convolution.default: _cheapest(requires_rule(_forward), grouped_convolution.forward),
-    aten.convolution_backward.default: _cheapest(requires_rule(_backward), grouped_convolution.backward),
+    aten.convolution.default: _cheapest(_forward, grouped_convolution.forward),
+    aten.convolution_backward.default: _cheapest(_backward, grouped_convolution.backward),
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, requires_rule
+from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.exchange import Operand, SplitDim, block_program, plan_to, split_dim
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
@@ -63,7 +63,6 @@ def _groups(call: OpCall, inputs: torch.Size, outputs: torch.Size) -> _Groups | 
     return _Groups(split, groups, batched(inputs), weight, batched(outputs), bias)
 
 
-@requires_rule
 def forward(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank convolves its groups."""
     x, w, b = (call.named[name] for name in ("input", "weight", "bias"))
@@ -89,7 +88,6 @@ def forward(call: OpCall, resolution: Resolution) -> Alternative | None:
     return block_program(call, out.with_layout(groups.output), operands, compute)
 
 
-@requires_rule
 def backward(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank computes the gradients of its groups; if the batch is split, two of them are partial sums."""
     grad, x, w = (call.named[name] for name in ("grad_output", "input", "weight"))

@@ -18,23 +18,21 @@ __all__ = ["ALTERNATIVES"]
 aten = torch.ops.aten
 
 
-def _nll_mean(func: Any) -> Propose:
+def _nll_mean(call: OpCall, resolution: Resolution) -> Alternative | None:
     """A mean over weighted targets: the partial sums of the losses and of the weights."""
+    func = call.func
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> Any:
         loss, total = func(x, target, weight, SUM, ignore)
         total = reduce_pending(func, total)
         return loss / total, total
 
-    def propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
-        if call.named["reduction"] != MEAN or not isinstance(call.named["self"], DTensor):
-            return None
-        summed = OpCall(func, tuple((call.named | {"reduction": SUM}).values()), {})
-        return None if resolve(summed) is None else Alternative(run)
-
-    return propose
+    if call.named["reduction"] != MEAN or not isinstance(call.named["self"], DTensor):
+        return None
+    summed = OpCall(func, tuple((call.named | {"reduction": SUM}).values()), {})
+    return None if resolve(summed) is None else Alternative(run)
 
 
-ALTERNATIVES: dict[Any, Propose] = {
-    op: _nll_mean(op) for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-}
+ALTERNATIVES: dict[Any, Propose] = dict.fromkeys(
+    (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_mean
+)

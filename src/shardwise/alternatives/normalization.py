@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
 from shardwise.alternatives.statistics import by_statistics, rows_gradient
 from shardwise.call.meta import statistic_dtype
 from shardwise.call.op_call import OpCall
@@ -17,7 +18,7 @@ from shardwise.call.resolve import Resolution
 from shardwise.layout import LayoutError, view
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["ALTERNATIVES"]
+__all__ = ["ALTERNATIVES", "WITHOUT_RULE"]
 
 aten = torch.ops.aten
 
@@ -127,49 +128,46 @@ def _group_norm_backward(
     return tuple(out)
 
 
-def _propose_group_norm(program: Callable[..., Any]) -> Propose:
+def _propose_group_norm(
+    program: Callable[..., Any], call: OpCall, resolution: Resolution
+) -> Alternative | None:
     """Propose a program for tensors whose layout has a view with one row per group."""
-
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        x = call.named["input"]
-        if not isinstance(x, DTensor) or 0 in x.shape or x.dim() < 2:
-            return None
-        layout = x._spec.layout
-        same_shape = [t for t in call.args if isinstance(t, DTensor) and t.shape == x.shape]
-        if any(t._spec.layout is not layout for t in same_shape) or layout.partial:
-            return None
-        n, c, hw, group = (call.named[name] for name in ("N", "C", "HxW", "group"))
-        try:
-            view(layout, (n, group, c // group * hw))
-        except LayoutError:  # no view without communication
-            return None
-        return Alternative(in_float32(program, resolution))
-
-    return propose
+    x = call.named["input"]
+    if not isinstance(x, DTensor) or 0 in x.shape or x.dim() < 2:
+        return None
+    layout = x._spec.layout
+    same_shape = [t for t in call.args if isinstance(t, DTensor) and t.shape == x.shape]
+    if any(t._spec.layout is not layout for t in same_shape) or layout.partial:
+        return None
+    n, c, hw, group = (call.named[name] for name in ("N", "C", "HxW", "group"))
+    try:
+        view(layout, (n, group, c // group * hw))
+    except LayoutError:  # no view without communication
+        return None
+    return Alternative(in_float32(program, resolution))
 
 
-def _propose_batch_norm(program: Callable[..., Any]) -> Propose:
+def _propose_batch_norm(
+    program: Callable[..., Any], call: OpCall, resolution: Resolution | None
+) -> Alternative | None:
     """Propose a program for batch norm in training; no rule covers one that updates running statistics."""
-
-    def propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
-        x = call.named["input"]
-        if not isinstance(x, DTensor) or not call.named["training"] or x.dim() < 2 or 0 in x.shape:
-            return None
-        return None if x._spec.layout.partial or not x.dtype.is_floating_point else Alternative(program)
-
-    return propose
+    x = call.named["input"]
+    if not isinstance(x, DTensor) or not call.named["training"] or x.dim() < 2 or 0 in x.shape:
+        return None
+    return None if x._spec.layout.partial or not x.dtype.is_floating_point else Alternative(program)
 
 
-def _propose_batch_norm_backward(call: OpCall, resolution: Resolution | None) -> Alternative | None:
-    return by_statistics(_batch_norm_backward)(call, resolution) if call.named["train"] else None
+def _propose_batch_norm_backward(call: OpCall, resolution: Resolution) -> Alternative | None:
+    return by_statistics(_batch_norm_backward, call, resolution) if call.named["train"] else None
 
+
+WITHOUT_RULE = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 
 ALTERNATIVES: dict[Any, Propose] = {
-    aten.native_batch_norm.default: _propose_batch_norm(_batch_norm),
-    aten._native_batch_norm_legit.default: _propose_batch_norm(_batch_norm),
-    aten._native_batch_norm_legit.no_stats: _propose_batch_norm(_batch_norm_no_stats),
+    aten.native_batch_norm.default: partial(_propose_batch_norm, _batch_norm),
+    aten._native_batch_norm_legit.default: partial(_propose_batch_norm, _batch_norm),
+    aten._native_batch_norm_legit.no_stats: partial(_propose_batch_norm, _batch_norm_no_stats),
     aten.native_batch_norm_backward.default: _propose_batch_norm_backward,
-    aten.native_group_norm.default: _propose_group_norm(_group_norm),
-    aten.native_group_norm_backward.default: _propose_group_norm(_group_norm_backward),
+    aten.native_group_norm.default: partial(_propose_group_norm, _group_norm),
+    aten.native_group_norm_backward.default: partial(_propose_group_norm, _group_norm_backward),
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, block_program, plan_to
 from shardwise.alternatives.halo import Halo, plan_to_positions, plan_to_windows, resize_dims, split_halos
 from shardwise.call.op_call import OpCall
@@ -96,73 +97,62 @@ def _divisors(pool: _Pool, named: dict[str, Any], results: Sequence[int]) -> _Di
     return _Divisors(tuple(counts), named["divisor_override"] or common)
 
 
-def _average(func: Any, nd: int) -> Propose:
+def _average(nd: int, call: OpCall, resolution: Resolution) -> Alternative | None:
     """Sums over windows, divided by the number of positions that count in the full tensor."""
+    func, x = call.func, call.named["self"]
+    partial = {a: op for a, op in x._spec.layout.partial if op in ("sum", "avg")}  # the mean is linear
+    layout, out = x._spec.layout.with_partial(partial), resolution.outputs[0]
+    pool = _pool(nd, call, layout, x.shape, out.shape)
+    if pool is None:
+        return None
+    divisors = _divisors(pool, call.named, out.shape)
+    if not divisors.is_exact_in(x.dtype):
+        return None
+    target = resize_dims(layout, out.shape[-nd:])
 
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        x: DTensor = call.named["self"]
-        partial = {a: op for a, op in x._spec.layout.partial if op in ("sum", "avg")}  # the mean is linear
-        layout, out = x._spec.layout.with_partial(partial), resolution.outputs[0]
-        pool = _pool(nd, call, layout, x.shape, out.shape)
-        if pool is None:
-            return None
-        divisors = _divisors(pool, call.named, out.shape)
-        if not divisors.is_exact_in(x.dtype):
-            return None
-        target = resize_dims(layout, out.shape[-nd:])
+    def compute(coord: Coord, x: Tensor) -> Tensor:
+        shape = block_shape(target, coord)
+        if 0 in shape:
+            return x.new_empty(shape)
+        for h in pool.split:
+            x = h.pad(coord, x)
+        sums = func(x, *pool.block_arguments, pool.ceil_mode, True, divisors.common or 1)
+        return divisors.divide(sums, [None if h is None else h.windows(coord) for h in pool.halos])
 
-        def compute(coord: Coord, x: Tensor) -> Tensor:
-            shape = block_shape(target, coord)
-            if 0 in shape:
-                return x.new_empty(shape)
-            for h in pool.split:
-                x = h.pad(coord, x)
-            sums = func(x, *pool.block_arguments, pool.ceil_mode, True, divisors.common or 1)
-            return divisors.divide(sums, [None if h is None else h.windows(coord) for h in pool.halos])
-
-        steps = [plan_to(x, layout), plan_to_windows(pool.split, layout, x.dtype.itemsize)]
-        return block_program(call, out.with_layout(target), [Operand("self", steps)], compute)
-
-    return propose
+    steps = [plan_to(x, layout), plan_to_windows(pool.split, layout, x.dtype.itemsize)]
+    return block_program(call, out.with_layout(target), [Operand("self", steps)], compute)
 
 
-def _average_backward(func: Any, nd: int) -> Propose:
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        grad, x = call.named["grad_output"], call.named["self"]
-        if not isinstance(x, DTensor) or not isinstance(grad, DTensor):
-            return None
-        layout, out = x._spec.layout.with_partial({}), resolution.outputs[0]
-        pool = _pool(nd, call, layout, x.shape, grad.shape)
-        if pool is None:
-            return None
-        divisors = _divisors(pool, call.named, grad.shape)
-        if not divisors.is_exact_in(grad.dtype):
-            return None
-        windows = resize_dims(layout, grad.shape[-nd:])
+def _average_backward(nd: int, call: OpCall, resolution: Resolution) -> Alternative | None:
+    func, grad, x = call.func, call.named["grad_output"], call.named["self"]
+    if not isinstance(x, DTensor) or not isinstance(grad, DTensor):
+        return None
+    layout, out = x._spec.layout.with_partial({}), resolution.outputs[0]
+    pool = _pool(nd, call, layout, x.shape, grad.shape)
+    if pool is None:
+        return None
+    divisors = _divisors(pool, call.named, grad.shape)
+    if not divisors.is_exact_in(grad.dtype):
+        return None
+    windows = resize_dims(layout, grad.shape[-nd:])
 
-        def compute(coord: Coord, grad: Tensor) -> Tensor:
-            shape = block_shape(layout, coord)
-            if 0 in grad.shape or 0 in shape:
-                return grad.new_zeros(shape)
-            covered = list(shape)
-            for h in pool.split:
-                low, high = h.touched(coord)[1]
-                covered[h.dim] = high - low
-            terms = divisors.divide(grad, [None if h is None else h.touching(coord) for h in pool.halos])
-            like = grad.new_empty(covered)  # only its shape is read
-            result: Tensor = func(
-                terms, like, *pool.block_arguments, pool.ceil_mode, True, divisors.common or 1
-            )
-            for h in pool.split:
-                result = h.crop(coord, result)
-            return result
+    def compute(coord: Coord, grad: Tensor) -> Tensor:
+        shape = block_shape(layout, coord)
+        if 0 in grad.shape or 0 in shape:
+            return grad.new_zeros(shape)
+        covered = list(shape)
+        for h in pool.split:
+            low, high = h.touched(coord)[1]
+            covered[h.dim] = high - low
+        terms = divisors.divide(grad, [None if h is None else h.touching(coord) for h in pool.halos])
+        like = grad.new_empty(covered)  # only its shape is read
+        result: Tensor = func(terms, like, *pool.block_arguments, pool.ceil_mode, True, divisors.common or 1)
+        for h in pool.split:
+            result = h.crop(coord, result)
+        return result
 
-        steps = [plan_to(grad, windows), plan_to_positions(pool.split, windows, grad.dtype.itemsize)]
-        return block_program(call, out.with_layout(layout), [Operand("grad_output", steps)], compute)
-
-    return propose
+    steps = [plan_to(grad, windows), plan_to_positions(pool.split, windows, grad.dtype.itemsize)]
+    return block_program(call, out.with_layout(layout), [Operand("grad_output", steps)], compute)
 
 
 def _unravel(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -181,39 +171,34 @@ def _ravel(positions: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return index
 
 
-def _maximum(func: Any, nd: int) -> Propose:
+def _maximum(nd: int, call: OpCall, resolution: Resolution) -> Alternative | None:
     """A maximum over windows, and its index in the full tensor."""
+    func, x = call.func, call.named["self"]
+    if not x.dtype.is_floating_point:
+        return None
+    layout, outs = x._spec.layout.with_partial({}), resolution.outputs
+    pool = _pool(nd, call, layout, x.shape, outs[0].shape)
+    if pool is None:
+        return None
+    target = resize_dims(layout, outs[0].shape[-nd:])
+    dilation = [w.dilation for w in pool.windows]
 
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        x: DTensor = call.named["self"]
-        if not x.dtype.is_floating_point:
-            return None
-        layout, outs = x._spec.layout.with_partial({}), resolution.outputs
-        pool = _pool(nd, call, layout, x.shape, outs[0].shape)
-        if pool is None:
-            return None
-        target = resize_dims(layout, outs[0].shape[-nd:])
-        dilation = [w.dilation for w in pool.windows]
+    def compute(coord: Coord, x: Tensor) -> list[Tensor]:
+        shape = block_shape(target, coord)
+        if 0 in shape:
+            return [x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)]
+        for h in pool.split:
+            x = h.pad(coord, x, -math.inf)
+        values, index = func(x, *pool.block_arguments, dilation, pool.ceil_mode)
+        positions = _unravel(index, x.shape[-nd:])
+        for i, halo in enumerate(pool.halos):
+            if halo is not None:
+                positions[i] = _global_position(positions[i], halo, coord)
+        return [values, _ravel(positions, pool.sizes)]
 
-        def compute(coord: Coord, x: Tensor) -> list[Tensor]:
-            shape = block_shape(target, coord)
-            if 0 in shape:
-                return [x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)]
-            for h in pool.split:
-                x = h.pad(coord, x, -math.inf)
-            values, index = func(x, *pool.block_arguments, dilation, pool.ceil_mode)
-            positions = _unravel(index, x.shape[-nd:])
-            for i, halo in enumerate(pool.halos):
-                if halo is not None:
-                    positions[i] = _global_position(positions[i], halo, coord)
-            return [values, _ravel(positions, pool.sizes)]
-
-        steps = [plan_to(x, layout), plan_to_windows(pool.split, layout, x.dtype.itemsize)]
-        specs = [out.with_layout(target) for out in outs]
-        return block_program(call, specs, [Operand("self", steps)], compute)
-
-    return propose
+    steps = [plan_to(x, layout), plan_to_windows(pool.split, layout, x.dtype.itemsize)]
+    specs = [out.with_layout(target) for out in outs]
+    return block_program(call, specs, [Operand("self", steps)], compute)
 
 
 def _global_position(position: Tensor, h: Halo, coord: Coord) -> Tensor:
@@ -226,50 +211,45 @@ def _global_position(position: Tensor, h: Halo, coord: Coord) -> Tensor:
     return torch.where(position < 0, position % step, position) if step > 1 else position.clamp(min=0)
 
 
-def _maximum_backward(func: Any, nd: int) -> Propose:
+def _maximum_backward(nd: int, call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank gets the windows that touch its positions, and adds up those with their maximum there."""
+    grad, x, indices = (call.named[name] for name in ("grad_output", "self", "indices"))
+    if not all(isinstance(t, DTensor) for t in (grad, x, indices)):
+        return None
+    layout, out = x._spec.layout.with_partial({}), resolution.outputs[0]
+    pool = _pool(nd, call, layout, x.shape, grad.shape)
+    if pool is None:
+        return None
+    windows = resize_dims(layout, grad.shape[-nd:])
 
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        grad, x, indices = (call.named[name] for name in ("grad_output", "self", "indices"))
-        if not all(isinstance(t, DTensor) for t in (grad, x, indices)):
-            return None
-        layout, out = x._spec.layout.with_partial({}), resolution.outputs[0]
-        pool = _pool(nd, call, layout, x.shape, grad.shape)
-        if pool is None:
-            return None
-        windows = resize_dims(layout, grad.shape[-nd:])
-
-        def compute(coord: Coord, grad: Tensor, indices: Tensor) -> Tensor:
-            shape = block_shape(layout, coord)
-            result = grad.new_zeros(shape)
-            if 0 in grad.shape or 0 in shape:
-                return result
-            positions = _unravel(indices, pool.sizes)
-            is_own = torch.ones_like(indices, dtype=torch.bool)
-            for i, h in enumerate(pool.halos):
-                if h is not None:
-                    low, high = h.positions(coord)
-                    is_own &= (positions[i] >= low) & (positions[i] < high)
-                    positions[i] = positions[i] - low
-            index = _ravel(positions, shape[-nd:]).masked_fill(~is_own, 0)
-            terms = grad.masked_fill(~is_own, 0)
-            result.flatten(-nd).scatter_add_(-1, index.flatten(-nd), terms.flatten(-nd))
+    def compute(coord: Coord, grad: Tensor, indices: Tensor) -> Tensor:
+        shape = block_shape(layout, coord)
+        result = grad.new_zeros(shape)
+        if 0 in grad.shape or 0 in shape:
             return result
+        positions = _unravel(indices, pool.sizes)
+        is_own = torch.ones_like(indices, dtype=torch.bool)
+        for i, h in enumerate(pool.halos):
+            if h is not None:
+                low, high = h.positions(coord)
+                is_own &= (positions[i] >= low) & (positions[i] < high)
+                positions[i] = positions[i] - low
+        index = _ravel(positions, shape[-nd:]).masked_fill(~is_own, 0)
+        terms = grad.masked_fill(~is_own, 0)
+        result.flatten(-nd).scatter_add_(-1, index.flatten(-nd), terms.flatten(-nd))
+        return result
 
-        operands = [
-            Operand(name, [plan_to(t, windows), plan_to_positions(pool.split, windows, t.dtype.itemsize)])
-            for name, t in (("grad_output", grad), ("indices", indices))
-        ]
-        return block_program(call, out.with_layout(layout), operands, compute)
-
-    return propose
+    operands = [
+        Operand(name, [plan_to(t, windows), plan_to_positions(pool.split, windows, t.dtype.itemsize)])
+        for name, t in (("grad_output", grad), ("indices", indices))
+    ]
+    return block_program(call, out.with_layout(layout), operands, compute)
 
 
 ALTERNATIVES: dict[Any, Propose] = {
-    op: make(op, nd)
+    op: partial(propose, nd)
     for nd in (2, 3)
-    for name, make in (
+    for name, propose in (
         (f"avg_pool{nd}d", _average),
         (f"avg_pool{nd}d_backward", _average_backward),
         (f"max_pool{nd}d_with_indices", _maximum),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, SplitDim, block_program, clamp_range, plan_to, split_dim
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
@@ -36,7 +36,6 @@ def _plan(x: DTensor, targets: dict[int, _Target]) -> Plan | None:
     return plan_exchanges(layout, moves, x.dtype.itemsize)
 
 
-@requires_rule
 def _roll(call: OpCall, resolution: Resolution) -> Alternative | None:
     """A rank's range becomes another one, or two where it wraps around the end."""
     x: DTensor = call.named["self"]
@@ -62,7 +61,6 @@ def _roll(call: OpCall, resolution: Resolution) -> Alternative | None:
     return block_program(call, spec, [Operand("self")], lambda coord, block: block.clone(), plan)
 
 
-@requires_rule
 def _flip(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank flips its block, which is then the range at the same distance from the other end."""
     x: DTensor = call.named["self"]
@@ -111,7 +109,6 @@ class _Padding(NamedTuple):
         return [low - start, end - high] if high > low else [end - start, 0]
 
 
-@requires_rule
 def _pad(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Ranges shift by the padding, and the ranks at the ends pad what they receive."""
     x: DTensor = call.named["self"]
@@ -141,7 +138,6 @@ def _pad(call: OpCall, resolution: Resolution) -> Alternative | None:
     return block_program(call, out.with_layout(target), [Operand("self")], crop, exchange, fill)
 
 
-@requires_rule
 def _cat(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank concatenates its blocks; they are ranges of the result, which then move to their owners."""
     tensors, out = call.named["tensors"], resolution.outputs[0]

@@ -7,12 +7,13 @@ its block of the result copies; for the gradient, the range of the result that c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, SplitDim, block_program, split_dim
 from shardwise.alternatives.halo import resize_dims
 from shardwise.call.op_call import OpCall
@@ -111,43 +112,35 @@ def _copies(
     return every if any(c.split.axes for c in every) else None
 
 
-def _forward(family: str, nd: int) -> Propose:
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        x: DTensor = call.named["self"]
-        layout, out = x._spec.layout, resolution.outputs[0]
-        every = _copies(family, nd, call, x, x.shape, out.shape)
-        if every is None:
-            return None
-        exchange = plan_exchanges(layout, [c.forward() for c in every], x.dtype.itemsize)
-        spec = out.with_layout(resize_dims(layout, out.shape[-nd:]))
-        return block_program(call, spec, [Operand("self")], exchange, *(c.copy for c in every))
-
-    return propose
+def _forward(family: str, nd: int, call: OpCall, resolution: Resolution) -> Alternative | None:
+    x: DTensor = call.named["self"]
+    layout, out = x._spec.layout, resolution.outputs[0]
+    every = _copies(family, nd, call, x, x.shape, out.shape)
+    if every is None:
+        return None
+    exchange = plan_exchanges(layout, [c.forward() for c in every], x.dtype.itemsize)
+    spec = out.with_layout(resize_dims(layout, out.shape[-nd:]))
+    return block_program(call, spec, [Operand("self")], exchange, *(c.copy for c in every))
 
 
-def _backward(family: str, nd: int) -> Propose:
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        grad = call.named["grad_output"]
-        if not isinstance(grad, DTensor):
-            return None
-        layout, out = grad._spec.layout, resolution.outputs[0]
-        every = _copies(family, nd, call, grad, out.shape, grad.shape)
-        if every is None or any(op not in ("sum", "avg") for _, op in layout.partial):
-            return None
-        exchange = plan_exchanges(layout, [c.backward() for c in every], grad.dtype.itemsize)
-        spec = out.with_layout(resize_dims(layout, out.shape[-nd:]))
-        return block_program(call, spec, [Operand("grad_output")], exchange, *(c.accumulate for c in every))
-
-    return propose
+def _backward(family: str, nd: int, call: OpCall, resolution: Resolution) -> Alternative | None:
+    grad = call.named["grad_output"]
+    if not isinstance(grad, DTensor):
+        return None
+    layout, out = grad._spec.layout, resolution.outputs[0]
+    every = _copies(family, nd, call, grad, out.shape, grad.shape)
+    if every is None or any(op not in ("sum", "avg") for _, op in layout.partial):
+        return None
+    exchange = plan_exchanges(layout, [c.backward() for c in every], grad.dtype.itemsize)
+    spec = out.with_layout(resize_dims(layout, out.shape[-nd:]))
+    return block_program(call, spec, [Operand("grad_output")], exchange, *(c.accumulate for c in every))
 
 
 _FAMILIES = ("upsample_nearest", "_upsample_nearest_exact", "reflection_pad", "replication_pad")
 
 ALTERNATIVES: dict[Any, Propose] = {
-    getattr(aten, f"{family}{nd}d{suffix}").default: make(family, nd)
+    getattr(aten, f"{family}{nd}d{suffix}").default: partial(propose, family, nd)
     for family in _FAMILIES
     for nd in (1, 2, 3)
-    for suffix, make in (("", _forward), ("_backward", _backward))
+    for suffix, propose in (("", _forward), ("_backward", _backward))
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, SplitDim, block_program, plan_to, split_dim
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
@@ -70,7 +70,6 @@ def _slice_of(call: OpCall, layout: Layout, full: Sequence[int], part: Sequence[
     return _Slice(split, start, step, part[d], split.ranges(full[d]))
 
 
-@requires_rule
 def _slice(call: OpCall, resolution: Resolution) -> Alternative | None:
     x: DTensor = call.named["self"]
     layout, out = x._spec.layout, resolution.outputs[0]
@@ -84,7 +83,6 @@ def _slice(call: OpCall, resolution: Resolution) -> Alternative | None:
     )
 
 
-@requires_rule
 def _slice_backward(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank writes the part of the gradient that belongs to its block into zeros."""
     grad: DTensor = call.named["grad_output"]
@@ -103,7 +101,6 @@ def _slice_backward(call: OpCall, resolution: Resolution) -> Alternative | None:
     return block_program(call, out.with_layout(target), [Operand("grad_output")], exchange, write)
 
 
-@requires_rule
 def _slice_scatter(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank writes the part of the source that belongs to its block into a copy of the block."""
     x, src = call.named["self"], call.named["src"]
@@ -125,7 +122,6 @@ def _slice_scatter(call: OpCall, resolution: Resolution) -> Alternative | None:
     return block_program(call, resolution.outputs[0].with_layout(layout), operands, write)
 
 
-@requires_rule
 def _select(call: OpCall, resolution: Resolution) -> Alternative | None:
     """All ranks want one position of a split dim, and only its owner sends."""
     x: DTensor = call.named["self"]
@@ -145,7 +141,6 @@ def _select(call: OpCall, resolution: Resolution) -> Alternative | None:
     )
 
 
-@requires_rule
 def _split(call: OpCall, resolution: Resolution) -> Alternative | None:
     """All parts of a split dim in one exchange; each part is split by the same axes."""
     x: DTensor = call.named["self"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.tensor.dtensor import DTensor
@@ -161,22 +162,17 @@ _PROGRAMS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def by_statistics(program: Callable[..., Any]) -> Propose:
+def by_statistics(program: Callable[..., Any], call: OpCall, resolution: Resolution) -> Alternative | None:
     """Propose a program that communicates statistics, for a call whose rule would gather rows."""
-
-    @requires_rule
-    def propose(call: OpCall, resolution: Resolution) -> Alternative | None:
-        first = call.args[0]
-        if not isinstance(first, DTensor) or not first.dtype.is_floating_point or 0 in first.shape:
-            return None
-        # other tensors of the same shape, such as a gradient, have the same rows
-        rows = [t for t in call.args if isinstance(t, DTensor) and t.shape == first.shape]
-        target = resolution.moves[0].target if resolution.moves[0] is not None else first._spec.layout
-        if any(t._spec.layout.partial for t in rows) or all(t._spec.layout is target for t in rows):
-            return None
-        return Alternative(in_float32(program, resolution))
-
-    return propose
+    first = call.args[0]
+    if not isinstance(first, DTensor) or not first.dtype.is_floating_point or 0 in first.shape:
+        return None
+    # other tensors of the same shape, such as a gradient, have the same rows
+    rows = [t for t in call.args if isinstance(t, DTensor) and t.shape == first.shape]
+    target = resolution.moves[0].target if resolution.moves[0] is not None else first._spec.layout
+    if any(t._spec.layout.partial for t in rows) or all(t._spec.layout is target for t in rows):
+        return None
+    return Alternative(in_float32(program, resolution))
 
 
-ALTERNATIVES: dict[Any, Propose] = {op: by_statistics(program) for op, program in _PROGRAMS.items()}
+ALTERNATIVES: dict[Any, Propose] = {op: partial(by_statistics, program) for op, program in _PROGRAMS.items()}

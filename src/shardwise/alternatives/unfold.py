@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.alternatives.alternative import Alternative, Propose, requires_rule
+from shardwise.alternatives.alternative import Alternative, Propose
 from shardwise.alternatives.exchange import Operand, block_program, split_dim
 from shardwise.alternatives.halo import Halo, plan_to_positions, plan_to_windows
 from shardwise.call.op_call import OpCall
@@ -29,7 +29,6 @@ def _halo(call: OpCall, layout: Layout, d: int, size: int, count: int) -> Halo |
     return Halo(split, Window(call.named["size"], call.named["step"]), size, count)
 
 
-@requires_rule
 def _unfold(call: OpCall, resolution: Resolution) -> Alternative | None:
     x: DTensor = call.named["self"]
     if not x.dim():
@@ -49,7 +48,6 @@ def _unfold(call: OpCall, resolution: Resolution) -> Alternative | None:
     return block_program(call, out.with_layout(target), [Operand("self")], exchange, unfold)
 
 
-@requires_rule
 def _unfold_backward(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank adds up the windows that touch its positions."""
     grad: DTensor = call.named["grad_in"]

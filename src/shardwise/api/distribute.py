@@ -17,10 +17,10 @@ from shardwise.comm import (
     is_simulated,
     is_sparse,
     on_mesh,
-    scatter,
-    scatter_sparse,
     spread,
 )
+from shardwise.comm.scatter import scatter
+from shardwise.comm.sparse_parts import scatter_sparse
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Spec, contiguous_stride
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor

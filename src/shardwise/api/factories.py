@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.api.options import TensorOptions, factory
 from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.releases import linspace_arithmetic
 
 __all__ = ["arange", "empty", "eye", "full", "linspace", "logspace", "ones", "zeros"]
 
@@ -99,8 +100,8 @@ def linspace(start: _Bound, end: _Bound, steps: int, **options: Unpack[TensorOpt
     dtype = torch.linspace(low, high, steps, dtype=options["dtype"], device="meta").dtype
     # raises for bounds that the dtype cannot represent
     torch.linspace(low, high, min(steps, 2), dtype=dtype, device="cpu")
-    kind = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
-    interpolate = _interpolation(low, high, steps, dtype, kind)
+    kind, fused = linspace_arithmetic(dtype)
+    interpolate = _interpolation(_bounds(low, high, dtype, kind), steps, kind, fused)
 
     def values(index: Tensor) -> Tensor:
         return torch.full_like(index, low, dtype=dtype) if steps == 1 else interpolate(index).to(dtype)
@@ -124,11 +125,11 @@ def logspace(
     """
     low, high = _number(start), _number(end)
     dtype = torch.logspace(low, high, steps, base, dtype=options["dtype"], device="meta").dtype
-    probe = torch.logspace(
-        low, high, min(steps, 2), base, dtype=dtype, device="cpu"
-    )  # raises as for linspace
+    # raises as for linspace
+    probe = torch.logspace(low, high, min(steps, 2), base, dtype=dtype, device="cpu")
     kind = dtype if dtype.is_complex else torch.float64
-    interpolate = _interpolation(low, high, steps, dtype, kind, fused=False)
+    exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+    interpolate = _interpolation(_bounds(low, high, dtype, exact), steps, kind, fused=False)
 
     def values(index: Tensor) -> Tensor:
         if steps == 1:
@@ -179,20 +180,21 @@ def _number(bound: Any) -> Any:
     return bound.item() if isinstance(bound, Tensor) else bound
 
 
-def _interpolation(
-    start: Any, end: Any, steps: int, dtype: torch.dtype, kind: torch.dtype, fused: bool = True
-) -> Callable[[Tensor], Tensor]:
-    """The evenly spaced value at each index, in the dtype `kind`, rounded as in torch's kernel for `dtype`.
+def _bounds(start: Any, end: Any, dtype: torch.dtype, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both bounds, rounded to the dtype of the result, in the dtype in which they are subtracted."""
+    first, last = (torch.full((), bound, dtype=dtype, device="cpu").to(kind) for bound in (start, end))
+    return first, last
 
-    With `fused`, `first + index * step` is rounded once, in the dtypes for which torch has such an instruction.
-    """
-    exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
-    first, last = (torch.full((), b, dtype=dtype, device="cpu").to(exact) for b in (start, end))
+
+def _interpolation(
+    bounds: tuple[Tensor, Tensor], steps: int, kind: torch.dtype, fused: bool
+) -> Callable[[Tensor], Tensor]:
+    """The evenly spaced value at each index, in the dtype `kind`; with `fused`, `first + index * step` is rounded once."""
+    first, last = bounds
     difference, gaps = (last - first).to(kind), max(steps - 1, 1)
     # c10::complex divides by a real number by multiplying with its reciprocal
     step = difference * (1 / gaps) if kind.is_complex else difference / gaps
     first, last = first.to(kind), last.to(kind)
-    fused = fused and kind in (torch.float32, torch.float64)
 
     def interpolate(index: Tensor) -> Tensor:
         up, down = index.to(kind), (steps - 1 - index).to(kind)

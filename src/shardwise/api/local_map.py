@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate
-from shardwise.tensor.consistency import inferred_shape
+from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.pytree import flatten
 
@@ -32,6 +32,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Callable[..., Any]:
     """A function of DTensors that applies `func` to their blocks and makes DTensors of the results; differentiable.
 
@@ -48,11 +49,12 @@ def local_map(
             partial sum.
         device_mesh: the mesh of the results; by default that of the first DTensor.
         redistribute_inputs: redistribute arguments that do not have their `in_placements`.
+        spmd_types: an argument of torch 2.14, which checks `func` with the package spmd_types; only False is supported.
 
     Raises:
         LayoutError: an argument does not have its `in_placements` and `redistribute_inputs` is False.
         MapError: there are more or fewer placements than values, a DTensor has None for its placements or a value that is
-            not a tensor has some, or `func` returned a DTensor.
+            not a tensor has some, `func` returned a DTensor, or `spmd_types` is True.
 
     It sends what `func` sends, what `redistribute_inputs` makes necessary, and where blocks are uneven one small all-gather
     of the shape of each sharded result.
@@ -73,6 +75,7 @@ def local_map(
             in_grad_placements=in_grad_placements,
             device_mesh=device_mesh,
             redistribute_inputs=redistribute_inputs,
+            spmd_types=spmd_types,
         )
     outs = out_placements if isinstance(out_placements, tuple) else (out_placements,)
 
@@ -84,6 +87,12 @@ def local_map(
         tensors = [a for a in given if isinstance(a, DTensor)]
         if not tensors:
             return func(*args, **kwargs)
+        if spmd_types:
+            raise MapError(
+                "local_map does not support spmd_types=True.",
+                why="The package spmd_types annotates the blocks of torch's DTensors, not of these.",
+                fix="local_map(..., spmd_types=False)",
+            )
         mesh = device_mesh or tensors[0].device_mesh
         inputs = [_input(i, a, in_placements, redistribute_inputs) for i, a in enumerate(given)]
         blocks = [
@@ -182,5 +191,5 @@ def _output(result: Any, mesh: DeviceMesh, placements: Placed, uneven: bool) -> 
             fix="return x.to_local()",
         )
     split = placements is not None and any(p.is_shard() for p in placements)
-    shape = inferred_shape(result, mesh, placements or ()) if uneven and split else None
+    shape = checked_shape(result, mesh, placements or (), values=False) if uneven and split else None
     return DTensor.from_local(result, mesh, placements, shape=shape)

@@ -18,14 +18,21 @@ _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
 class TensorOptions(TypedDict, total=False):
-    """The keyword arguments of every factory.
+    """The keyword arguments of every factory, whose docstrings end as this one does.
 
-    Attributes:
+    Args:
         dtype: the dtype; by default that of the torch function of the same name.
         layout: the memory layout of the blocks, which can only be `torch.strided`.
         requires_grad: whether the new tensor, which is a leaf, requires a gradient.
         device_mesh: the mesh; by default the one of the `with mesh:` around the call.
         placements: one `Replicate()` or `Shard(dim)` per mesh axis; by default all `Replicate()`.
+
+    Raises:
+        LayoutError: there is no mesh, the placements do not fit the shape or the mesh or contain `Partial`, a size is negative,
+            or `layout` is not `torch.strided`.
+
+    Invalid arguments of its own raise as in the torch function of the same name. Each rank creates its own block; only a random
+    factory on a mesh without a common seed communicates: its ranks agree on a seed first.
     """
 
     dtype: torch.dtype | None
@@ -43,7 +50,7 @@ _DEFAULTS: dict[str, Any] = {
 def factory(func: _Factory) -> _Factory:
     """Replace the `**options` of a factory by the keyword arguments of `TensorOptions`, with their defaults.
 
-    They appear in its signature, and an unknown one is a TypeError as for any function.
+    They appear in its signature and docstring, and an unknown one is a TypeError as for any function.
     """
     kinds, signature = get_type_hints(TensorOptions), inspect.signature(func)
     *own, _ = signature.parameters.values()
@@ -60,4 +67,6 @@ def factory(func: _Factory) -> _Factory:
         return func(*args, **_DEFAULTS | kwargs)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
+    _, _, shared_doc = (inspect.getdoc(TensorOptions) or "").partition("\n\n")
+    checked.__doc__ = f"{inspect.getdoc(func)}\n\n{shared_doc}"
     return cast("_Factory", checked)

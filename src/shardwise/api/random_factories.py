@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from shardwise.api.options import TensorOptions, factory
-from shardwise.comm import current_mesh, has_current_mesh
+from shardwise.comm import current_mesh
+from shardwise.comm.mesh import has_current_mesh
 from shardwise.layout import LayoutError
-from shardwise.random import Cells, integers, normal, permutation, uniform
+from shardwise.random import BlockIndices, integers, normal, permutation, uniform
 from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.seeding import next_draw
 
@@ -118,7 +119,7 @@ def _new(
         if where.type == "meta":
             next_draw()
             return torch.empty(size, dtype=dtype, device=where, requires_grad=requires_grad)
-        return generate(next_draw(), Cells(size), dtype, where).requires_grad_(requires_grad)
+        return generate(next_draw(), BlockIndices(size), dtype, where).requires_grad_(requires_grad)
     layout = layout_for(name, size, options["layout"], options["device_mesh"], placements)
     mesh = current_mesh(options["device_mesh"], name)
     if device is not None and torch.device(device).type != mesh.device_type:
@@ -131,6 +132,6 @@ def _new(
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
         # `from_function` makes the device of the mesh the default one
-        return generate(draw, Cells(size, indices), dtype, torch.empty(0).device)
+        return generate(draw, BlockIndices(size, indices), dtype, torch.empty(0).device)
 
     return from_function(layout, values, dtype, requires_grad, mesh)

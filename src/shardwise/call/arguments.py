@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["map_leaves", "map_tensors", "replace_tensors", "tensors_in"]
+__all__ = ["map_leaves", "map_tensors", "replace_tensors", "tensors_in", "with_tensors"]
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -31,6 +31,11 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 def replace_tensors(tree: Any, by_id: Mapping[int, Any]) -> Any:
     """The tree with those tensors replaced that `by_id` has a replacement for, under their id."""
     return map_tensors(lambda t: by_id.get(id(t), t), tree)
+
+
+def with_tensors(tree: Any, tensors: Iterator[Any]) -> Any:
+    """The tree with each tensor replaced by the next of `tensors`."""
+    return map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def tensors_in(trees: Iterable[Any]) -> list[Tensor]:

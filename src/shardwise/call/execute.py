@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.call.arguments import tensors_in
-from shardwise.call.kernels import join_ranks, with_blocks, wrap
+from shardwise.call.arguments import tensors_in, with_tensors
+from shardwise.call.kernels import wrap
+from shardwise.call.local_program import LocalProgram
 from shardwise.call.moved_view import remember_base
 from shardwise.call.resolve import Resolution
 from shardwise.call.schema import op_info
 from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank, map_ranks, members_of, spread
+from shardwise.comm.per_rank import at_rank, join
 from shardwise.layout import Spec
 from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
@@ -27,21 +29,21 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
     """Run a call as its rule resolved it. This is the general path; `dispatch.fast_path` has shorter ones."""
     info = op_info(func)
     blocks = _moved_blocks(func, resolution, tensors_in([*args, *kwargs.values()]), info.writes)
+
+    def run(program: LocalProgram | None, blocks: list[Tensor]) -> Any:
+        if program is not None:
+            return program(blocks)
+        rest = iter(blocks)
+        return map_ranks(func, *with_tensors(args, rest), **with_tensors(kwargs, rest))
+
     programs = resolution.programs
     if programs is None:
-        rest = iter(blocks)
-        result = with_blocks(lambda *a, **k: map_ranks(func, *a, **k), args, kwargs, rest)
+        result = run(None, blocks)
     elif resolution.simulated:
-        results = {}
-        for rank, program in programs.items():
-            mine = [b.of_rank(rank or 0) if isinstance(b, PerRank) else b for b in blocks]
-            results[rank] = (
-                program(mine) if program is not None else with_blocks(func, args, kwargs, iter(mine))
-            )
-        result = join_ranks(results)
+        ranks = members_of(resolution.mesh)
+        result = join({r: run(programs[r], at_rank(blocks, r)) for r in ranks}, str(func))
     else:
-        program = programs[None]
-        result = program(blocks) if program is not None else with_blocks(func, args, kwargs, iter(blocks))
+        result = run(programs[None], blocks)
     if info.writes and programs is not None:
         map_ranks(torch.ops.aten.copy_.default, blocks[0], result)
     if (target := info.returned_argument(args, kwargs)) is not None:
@@ -68,14 +70,9 @@ def _specs(resolution: Resolution, result: Any) -> Iterator[Spec]:
     """The specs of the results; meta kernels do not always know the sizes of auxiliary outputs."""
     if not resolution.replicated:
         return iter(resolution.outputs)
-    tensors = [t for t in result if isinstance(t, Tensor)]
-    pairs = enumerate(zip(resolution.outputs, tensors, strict=True))
-    return iter(
-        [
-            replicated_spec(t, resolution.mesh) if i in resolution.replicated else spec
-            for i, (spec, t) in pairs
-        ]
-    )
+    mesh, pairs = resolution.mesh, zip(resolution.outputs, tensors_in([result]), strict=True)
+    known = resolution.replicated
+    return (replicated_spec(t, mesh) if i in known else spec for i, (spec, t) in enumerate(pairs))
 
 
 def _is_copy(block: Tensor, view: Any) -> bool:

@@ -16,7 +16,7 @@ from shardwise.call.schema import op_info
 from shardwise.comm import map_ranks, members_of, spread
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.plan import Plan
-from shardwise.random.seeded_generator import borrowing, draws_now
+from shardwise.random.seeded_generator import with_seeded_generator
 from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, to_layout
@@ -26,6 +26,8 @@ __all__ = ["drawing_alike", "draws_random", "gather", "run_on_full", "wrap_repli
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
+# random ops without torch's tag
+_UNTAGGED = ("aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet")
 
 
 def run_on_full(
@@ -57,9 +59,9 @@ def run_on_full(
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers; an op with a dropout argument does only if that is not 0."""
     info = op_info(func)
-    dropout = info.dropout_argument
-    value = None if dropout is None else info.bind(args, kwargs)[dropout] or 0.0
-    return draws_now(info.qualified_name, info.tags, value)
+    if torch.Tag.nondeterministic_seeded not in info.tags and info.qualified_name not in _UNTAGGED:
+        return False
+    return info.dropout_argument is None or bool(info.bind(args, kwargs)[info.dropout_argument])
 
 
 def drawing_alike(
@@ -70,7 +72,7 @@ def drawing_alike(
         return func  # type: ignore[no-any-return]
     generator = next((v for v in [*args, *kwargs.values()] if isinstance(v, torch.Generator)), None)
     if generator is None:
-        return borrowing(func, next_draw(mesh))
+        return with_seeded_generator(func, next_draw(mesh))
     state = generator.get_state()
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _view(block: Tensor, shape: list[int]) -> Tensor:
-    """A view if the block's strides allow one: a block may be less contiguous than the global strides say."""
+    """A view if the block's strides allow one: a block may be less contiguous than the global strides suggest."""
     try:
         return torch.ops.aten.view.default(block, shape)  # type: ignore[no-any-return]
     except RuntimeError:

@@ -14,22 +14,16 @@ from shardwise.call.arguments import map_leaves
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["infer_outputs", "statistic_dtype"]
+__all__ = ["REFUSALS", "infer_outputs", "on_meta", "statistic_dtype"]
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
 
-# What meta kernels raise for a call that they refuse or whose outputs depend on values. Other exceptions are not about the
-# call, and are not caught.
-_REFUSALS = (
-    RuntimeError,
-    NotImplementedError,
-    ValueError,
-    TypeError,
-    IndexError,
-    AssertionError,
-    ArithmeticError,
-)
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError)
+"""What ops and meta kernels raise for a call that they refuse or whose outputs depend on values.
+
+Other exceptions are not about the call, and are not caught.
+"""
 
 
 def infer_outputs(
@@ -45,8 +39,8 @@ def infer_outputs(
     """
     kernel = _KERNELS.get(func, func)
     try:
-        result = kernel(*_on_meta(args), **_on_meta(kwargs))
-    except _REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
+        result = kernel(*on_meta(args), **on_meta(kwargs))
+    except REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
         if warn:
             _warn_unused(func, error)
         return None
@@ -84,7 +78,9 @@ def _warn_unused(func: Any, error: Exception) -> None:
         )
 
 
-def _on_meta(tree: Any) -> Any:
+def on_meta(tree: Any) -> Any:
+    """The tree with each tensor, and each device, on the meta device."""
+
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -113,11 +109,9 @@ _MASKED = {
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
     """The dtype of a norm's statistics, for its arguments: the input, then weights and running statistics, if any."""
     x = args[0]
-    device = (
-        x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type
-    )  # a dry run has meta tensors
+    device = x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type  # meta in a dry run
     if device != "cpu":
-        return torch.promote_types(args[0].dtype, torch.float32)
+        return torch.promote_types(x.dtype, torch.float32)
     weights = [t for t in args[1:5] if isinstance(t, Tensor)]
     dtype: torch.dtype = (weights or args)[0].dtype
     return dtype
@@ -135,7 +129,7 @@ def _geqrf(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     """The output of `index`, with the strides that its kernel gives: in the order of the indices' strides."""
-    out = aten.index.Tensor(x, indices)
+    out: Tensor = aten.index.Tensor(x, indices)
     given = [i for i, t in enumerate(indices) if t is not None]
     if not given:
         return out
@@ -144,12 +138,12 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     others = [d for d in range(x.dim()) if d not in given]
     before = [d for d in others if adjacent and d < given[0]]
     after = others[len(before) :]
-    strides = [[x.stride(d) for d in before], [0] * len(shape), [x.stride(d) for d in after]]
-    operands = [x.new_empty(0).as_strided(out.shape, sum(strides, []))]
+    strides = [*[x.stride(d) for d in before], *[0] * len(shape), *[x.stride(d) for d in after]]
+    operands = [x.new_empty(0).as_strided(out.shape, strides)]
     for t in indices:
         if t is not None:
-            strides = [[0] * len(before), list(t.expand(shape).stride()), [0] * len(after)]
-            operands.append(x.new_empty(0).as_strided(out.shape, sum(strides, [])))
+            strides = [*[0] * len(before), *t.expand(shape).stride(), *[0] * len(after)]
+            operands.append(x.new_empty(0).as_strided(out.shape, strides))
     stride = reduce(torch.add, operands) if len(operands) != 3 else torch.addcmul(*operands)
     return x.new_empty_strided(out.shape, stride.stride())
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.call.arguments import tensors_in
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.op_call import OpCall
 from shardwise.call.overlap import check_overlap
@@ -102,7 +101,9 @@ class ViewSource:
             else:
                 full = gather(func, base)
                 viewed = map_ranks(func, full, *args, **kwargs)
-                map_ranks(aten.copy_.default, viewed if number is None else viewed[number], gather(func, value))
+                map_ranks(
+                    aten.copy_.default, viewed if number is None else viewed[number], gather(func, value)
+                )
                 write_back(func, base, full)
         if base._source is not None:
             with held([base._source]):
@@ -110,7 +111,6 @@ class ViewSource:
         else:
             note_write(self.root)
         self.seen = self.memory.state(self.root)
-
 
     @property
     def overlaps(self) -> bool:
@@ -171,9 +171,10 @@ class MovedView(DTensor):
     """
 
     __slots__ = ()  # those of DTensor, so that swap_tensors can exchange them
+    __tensor_unflatten__ = DTensor.__tensor_unflatten__  # without a source it is not a view
 
     @property
-    def _source(self) -> ViewSource | None:  # type: ignore[override]
+    def _source(self) -> ViewSource | None:
         """How the view is computed; None if it no longer is one, as after `x.data = y`."""
         source = local_slot.__get__(self)
         return source if isinstance(source, ViewSource) else None
@@ -197,8 +198,8 @@ class MovedView(DTensor):
         if info.is_view and (mode := mode_of_view(args[0])) is not None:
             with mode:
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-        written = OpCall(func, args, kwargs).written if info.written else []
-        written = [t for t in written if isinstance(t, MovedView) and t._source is not None]
+        call = OpCall(func, args, kwargs)
+        written = [t for t in call.written if isinstance(t, MovedView) and t._source is not None]
         if torch.Tag.inplace_view in info.tags:
             written = []  # the shape changes, not the values
         if len(written) > 1 and (lists := _one_at_a_time(info, args)):
@@ -207,15 +208,10 @@ class MovedView(DTensor):
                 func(*some, **kwargs)
             return None
         if info.written:
-            check_overlap(OpCall(func, args, kwargs))
+            check_overlap(call)
         for t in written:
             _announce_write(func, t)
-        sources = [
-            t._source
-            for t in tensors_in([*args, *kwargs.values()])
-            if isinstance(t, MovedView) and t._source is not None
-        ]
-        with held(sources):
+        with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if info.is_view:
             return remember_base(func, args, kwargs, result)
@@ -271,8 +267,6 @@ def rebuild_view(
     return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-
-
 def mode_of_view(base: Any) -> AbstractContextManager[Any] | None:
     """The mode to create a view in, if it is not the current one: a view is an inference tensor exactly if its base is."""
     if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
@@ -304,17 +298,15 @@ def remember_base(
 
 def _view_of(source: ViewSource, spec: Spec) -> MovedView:
     out = MovedView(source.block, spec)
-    out._local_tensor = source  # type: ignore[assignment]
-    return out  # type: ignore[return-value]
+    out._local_tensor = source
+    return out
 
 
 def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
     """The arguments of an op over lists for one element after the other; none for other ops."""
     if not info.arguments[0].type.startswith("List"):
         return []
-    return [
-        [a[i : i + 1] if isinstance(a, list | tuple) else a for a in args] for i in range(len(args[0]))
-    ]
+    return [[a[i : i + 1] if isinstance(a, list | tuple) else a for a in args] for i in range(len(args[0]))]
 
 
 def _announce_write(func: Any, view: MovedView) -> None:
@@ -337,7 +329,11 @@ COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.defau
 def _is_local(source: ViewSource) -> bool:
     """Whether the value can be written back without communication."""
     base = source.base
-    if not source.is_local and source.func not in COMPUTED and not shares_memory(base._local_tensor, source.block):
+    if (
+        not source.is_local
+        and source.func not in COMPUTED
+        and not shares_memory(base._local_tensor, source.block)
+    ):
         return False
     return not isinstance(base, MovedView) or base._source is None or _is_local(base._source)
 

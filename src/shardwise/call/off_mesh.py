@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_leaves, replace_tensors
 from shardwise.call.fallback import drawing_alike
+from shardwise.call.meta import on_meta
 from shardwise.call.op_call import OpCall
 from shardwise.layout import LayoutError, Spec
-from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.tensor.construct import replicate, replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import holds_sparse
 from shardwise.torch_internals.autograd import in_backward
@@ -40,10 +41,9 @@ def run_off_mesh(
     sparse = any(map(holds_sparse, call.tensors))
     if sparse and func in _COUNT_ELEMENTS and not in_backward():
         raise _needs_values(call)
-    placeholders = {id(t): _without_values(t) if sparse else _on_meta(t) for t in call.tensors}
     try:
-        result = func(*replace_tensors(args, placeholders), **replace_tensors(kwargs, placeholders))
-    except (NotImplementedError, RuntimeError) as error:
+        result = _run_on(_without_values if sparse else on_meta, call)
+    except RuntimeError as error:
         result = None if sparse else _empty_sparse_result(call)
         if result is None:
             raise _needs_values(call) from error
@@ -59,8 +59,10 @@ def _needs_values(call: OpCall) -> LayoutError:
     )
 
 
-def _on_meta(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+def _run_on(placeholder: Callable[[Tensor], Tensor], call: OpCall) -> Any:
+    """The result of a call with each tensor replaced by a placeholder."""
+    by_id = {id(t): placeholder(t) for t in call.tensors}
+    return call.func(*replace_tensors(call.args, by_id), **replace_tensors(call.kwargs, by_id))
 
 
 def _without_values(t: Tensor) -> Tensor:
@@ -72,12 +74,9 @@ def _without_values(t: Tensor) -> Tensor:
 
 def _empty_sparse_result(call: OpCall) -> Tensor | None:
     """The result, without elements, of an op that creates a sparse tensor; None for any other op."""
-    placeholders = {id(t): _without_values(t) for t in call.tensors}
     try:
-        result = call.func(
-            *replace_tensors(call.args, placeholders), **replace_tensors(call.kwargs, placeholders)
-        )
-    except (NotImplementedError, RuntimeError):
+        result = _run_on(_without_values, call)
+    except RuntimeError:
         return None
     return result if isinstance(result, Tensor) and holds_sparse(result) else None
 
@@ -87,7 +86,7 @@ def _without_elements(result: Any, call: OpCall, specs: Iterator[Spec] | None) -
         if not isinstance(r, Tensor):
             return r
         if holds_sparse(r):
-            return from_block(r, replicated_spec(r, call.mesh))
+            return replicate(r, call.mesh)
         spec = replicated_spec(r, call.mesh) if specs is None else next(specs)
         return DTensor(call.first._local_tensor.new_empty(0, dtype=r.dtype), spec)
 

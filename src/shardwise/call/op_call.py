@@ -17,11 +17,11 @@ from shardwise.plan import Plan, plan_redistribute
 from shardwise.rules.table import REGISTERED
 from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 
-__all__ = ["OpCall", "replication_plans"]
+__all__ = ["OpCall"]
 
 
 class OpCall:
-    """An op and its arguments. What is derived from them is computed once, when it is first asked for."""
+    """An op and its arguments. Derived attributes are computed at first use."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -77,14 +77,9 @@ class OpCall:
 
     @cached_property
     def replication_plans(self) -> list[Plan]:
-        """What all-gathers every DTensor of the call."""
-        return replication_plans(self.tensors)
-
-
-def replication_plans(tensors: list[Tensor]) -> list[Plan]:
-    """The plans that replicate each DTensor among some tensors."""
-    return [
-        plan_redistribute(t._spec.layout, Layout.replicated(t.shape, t._spec.layout.axes), t.dtype.itemsize)
-        for t in tensors
-        if isinstance(t, DTensor)
-    ]
+        """The plans that replicate each DTensor of the call."""
+        return [
+            plan_redistribute(here, Layout.replicated(here.shape, here.axes), t.dtype.itemsize)
+            for t, here in zip(self.tensors, self.layouts, strict=True)
+            if isinstance(t, DTensor)
+        ]

@@ -1,4 +1,4 @@
-"""Checking the operands of a call: one mesh, and no plain tensor that nothing explains."""
+"""Checking the operands of a call: all on one mesh, and plain tensors only where they count as replicated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.tensor.errors import MeshError, mixed_tensors_error
 from shardwise.tensor.implicit import announce
 from shardwise.torch_internals.autograd import in_backward
 
-__all__ = ["check_operands", "compare_plain", "plain_key", "plain_tensors_to_compare"]
+__all__ = ["check_operands", "compare_plain", "has_dtensor", "plain_key", "plain_tensors_to_compare"]
 
 aten = torch.ops.aten
 
@@ -39,6 +39,11 @@ def _created_by_torch(call: OpCall) -> list[Tensor]:
     return tensors_in([call.named.get(_CREATED_BY_TORCH.get(call.func, ""))])
 
 
+def has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is a DTensor among some arguments."""
+    return any(isinstance(t, DTensor) for t in tensors_in([*args, *kwargs.values()]))
+
+
 def plain_key(t: Tensor) -> Any:
     """What decides how a plain operand is treated; part of the key under which a call's route is cached."""
     form = (t.shape, t.layout if t.layout is not torch.strided else t.stride(), t.dtype, t.device)
@@ -46,7 +51,7 @@ def plain_key(t: Tensor) -> Any:
 
 
 def check_operands(call: OpCall) -> None:
-    """Raise if the operands of a call are on several meshes, or a plain one is not explained."""
+    """Raise if the operands of a call are on several meshes, or a plain one does not count as replicated."""
     for t in call.tensors:
         if isinstance(t, DTensor):
             if t.device_mesh != call.mesh:
@@ -61,7 +66,7 @@ def check_operands(call: OpCall) -> None:
 
 
 def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
-    """Tensors with one element do, what autograd creates in a backward pass, and what the policy says."""
+    """Whether a plain tensor counts as replicated: by its size, because torch or autograd created it, or by the policy."""
     return (
         t.numel() == 1
         or in_backward()

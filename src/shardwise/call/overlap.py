@@ -42,12 +42,17 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
     if not shares_memory(*roots) or not _same_blocks(*roots):
         return
     base = target if target._source is None else _root_tensor(target)
+    if base._spec.stride is None:
+        return
     whole = torch.empty_strided(base.shape, base._spec.stride, dtype=base.dtype, device="meta")
     a, b = _on(whole, target), _on(whole, other)
     if not (_is_dense(a) and _is_dense(b)):
         return
     same = (a.storage_offset(), a.shape, a.stride()) == (b.storage_offset(), b.shape, b.stride())
-    apart = a.storage_offset() + a.numel() <= b.storage_offset() or b.storage_offset() + b.numel() <= a.storage_offset()
+    apart = (
+        a.storage_offset() + a.numel() <= b.storage_offset()
+        or b.storage_offset() + b.numel() <= a.storage_offset()
+    )
     if not apart and a.numel() and b.numel() and (forbids_alias or not same):
         raise _error(call, target)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardwise.call.arguments import replace_tensors
 from shardwise.call.op_call import OpCall
-from shardwise.comm import PerRank, members_of, spread
-from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.comm import first_rank
+from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["plain_targets", "run_with_plain_targets"]
@@ -27,15 +27,11 @@ def run_with_plain_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """
     call = OpCall(func, args, kwargs)
     targets = plain_targets(call)
-    wrapped: dict[int, DTensor] = {}
-    for t in targets:
-        # the first simulated rank has the tensor itself, and so writes to it
-        block = spread(t, list(members_of(call.mesh))) if call.simulated else t
-        wrapped[id(t)] = from_block(block, replicated_spec(t, call.mesh))
+    # the first simulated rank has the tensor itself, and so writes to it
+    wrapped = {id(t): replicate(t, call.mesh, simulated=call.simulated) for t in targets}
     result = func(*replace_tensors(args, wrapped), **replace_tensors(kwargs, wrapped))
     for t in targets:
         d = wrapped[id(t)]
         if d.shape != t.shape:  # it took the shape of the result, in other memory
-            block = d._local_tensor
-            t.resize_(d.shape).copy_(block.ranks[0] if isinstance(block, PerRank) else block)
+            t.resize_(d.shape).copy_(first_rank(d._local_tensor))
     return replace_tensors(result, {id(wrapped[id(t)]): t for t in targets})

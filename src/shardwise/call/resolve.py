@@ -65,8 +65,6 @@ def resolve(call: OpCall) -> Resolution | None:
     choice = _choose(call, match, itemsizes)
     if choice is None:
         return None
-    if match.creates:
-        layouts = [layout.with_partial({}) for layout in layouts]
     programs = local_programs(match.call, match.rule, choice, mesh, call.simulated)
     if programs is not None and match.written not in ((), (0,)):
         return None
@@ -76,7 +74,8 @@ def resolve(call: OpCall) -> Resolution | None:
         for layout, meta in zip(choice.outputs, metas, strict=True)
     )
     pairs = zip(layouts, choice.inputs, itemsizes, strict=True)
-    moves = tuple(None if a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
+    # an op that creates a tensor reads no values, so its operands stay even where a reduction is pending
+    moves = tuple(None if match.creates or a is b else plan_redistribute(a, b, size) for a, b, size in pairs)
     is_view = match.rule is None
     coord = None if call.simulated else coord_of(mesh)
     shape = block_shape(choice.outputs[0], coord) if is_view and coord is not None else None

@@ -1,4 +1,4 @@
-"""OpInfo: what is known of an op before it is called, from its schema."""
+"""OpInfo: the facts about an op that follow from its schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OpInfo", "op_info"]
 
 aten = torch.ops.aten
 
-# Arguments that an op writes to although its schema does not say so.
+# Arguments that an op writes to although its schema does not declare it.
 _UNDECLARED_WRITES: dict[Any, tuple[str, ...]] = dict.fromkeys(
     (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default),
     ("running_mean", "running_var"),
@@ -63,14 +63,11 @@ class OpInfo:
     @cached_property
     def returned(self) -> tuple[int, str] | None:
         """The position and name of the argument that the op writes to and returns; None if it returns a new tensor."""
-        pairs = (
-            (i, a)
-            for r in self.returns
-            if r.writes
-            for i, a in enumerate(self.arguments)
-            if a.alias & r.alias
-        )
-        return next(((i, a.name) for i, a in pairs), None)
+        for r in self.returns:
+            for i, a in enumerate(self.arguments):
+                if r.writes and a.alias & r.alias:
+                    return i, a.name
+        return None
 
     @cached_property
     def functional(self) -> Any | None:
@@ -115,7 +112,7 @@ _infos: dict[int, OpInfo] = {}  # by the op's id: ops hash slowly, and an OpInfo
 
 
 def op_info(func: Any) -> OpInfo:
-    """What is known of an op.
+    """The `OpInfo` of an op.
 
     >>> info = op_info(torch.ops.aten.add_.Tensor)
     >>> info.name, info.rule_name, info.writes, info.functional

@@ -41,7 +41,7 @@ _listeners: list[Callable[[TracedCall], None]] = []
 
 @contextmanager
 def trace_calls(listener: Callable[[TracedCall], None]) -> Iterator[None]:
-    """Tell `listener` of each call inside the block before it runs; calls that the listener makes are not traced.
+    """Notify `listener` of each call inside the block before it runs; calls that the listener makes are not traced.
 
     Args:
         listener: called with a `TracedCall`, also for the ops that a call consists of.
@@ -65,7 +65,7 @@ def trace_calls(listener: Callable[[TracedCall], None]) -> Iterator[None]:
 
 
 def traced(func: Any, route: Route) -> Run:
-    """The run of a route, telling listeners of it first."""
+    """The run of a route, which notifies the listeners first."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = TracedCall(func, route.kind, args, kwargs, route.plans or ())

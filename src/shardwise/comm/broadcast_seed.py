@@ -12,10 +12,10 @@ from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import axes_of, coord_of
 from shardwise.comm.simulate import is_simulated
 
-__all__ = ["agreed"]
+__all__ = ["broadcast_seed"]
 
 
-def agreed(mesh: DeviceMesh, number: int) -> int:
+def broadcast_seed(mesh: DeviceMesh, number: int) -> int:
     """The number (64 bits, unsigned) of the first rank of the mesh: a broadcast of 8 bytes along each axis."""
     axes = axes_of(mesh)
     if is_simulated() or coord_of(mesh) is None or axes.count == 1:

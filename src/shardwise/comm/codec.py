@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -217,12 +218,8 @@ def identity_value(dtype: torch.dtype, op: str) -> float | int | bool:
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:
-        # float8 dtypes without infinity: their largest value does the same
-        info = torch.finfo(dtype)
+        # of float8 dtypes without infinity, the largest value does the same
         has_inf = dtype.itemsize > 1 or dtype is torch.float8_e5m2
-        return (
-            (float("inf") if has_inf else info.max)
-            if op == "min"
-            else (float("-inf") if has_inf else info.min)
-        )
+        largest = math.inf if has_inf else torch.finfo(dtype).max
+        return largest if op == "min" else -largest
     return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min

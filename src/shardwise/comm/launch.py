@@ -55,10 +55,22 @@ def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | No
     Under `torchrun`, which has started the processes, `fn` runs in this one, and each rank gets all results.
 
     Args:
+        fn: the function. If new processes can import it, and its arguments can be pickled, they are new interpreters;
+            otherwise they are forks of this process.
+        nprocs: the number of processes, at least 1; under `torchrun`, the number that it has started.
+        *args: the arguments of `fn`, the same on every rank.
         timeout: seconds for `fn` to return on all ranks, or None for no limit.
+
+    Returns:
+        What `fn` returned on each rank, by rank; tensors by value.
 
     Raises:
         LaunchError: `fn` raised on a rank, a rank died, or `timeout` has passed.
+        RuntimeError: this process is already part of a process group.
+        TypeError: an argument is of the wrong type.
+        ValueError: `nprocs` or `timeout` is out of range.
+
+    The processes connect to each other once; apart from that only `fn` communicates.
     """
     _check(fn, nprocs, timeout)
     if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.torch_internals.collectives import collective_name
 from shardwise.torch_internals.subclass import make_wrapper
 
-__all__ = ["CollectiveHandler", "PerRank", "handle_collectives", "map_ranks", "spread"]
+__all__ = ["CollectiveHandler", "PerRank", "first_rank", "handle_collectives", "map_ranks", "spread"]
 
 CollectiveHandler = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 """Runs a collective on the blocks of all ranks, given its name (see `collective_name`) and its arguments."""
@@ -130,6 +130,11 @@ def _check_first(blocks: Mapping[int, Tensor]) -> Tensor:
 def spread(tensor: Tensor, ranks: Sequence[int]) -> PerRank:
     """The same value on each rank, each in its own memory as on real processes."""
     return PerRank({r: tensor if i == 0 else tensor.clone() for i, r in enumerate(ranks)})
+
+
+def first_rank(tensor: Tensor) -> Tensor:
+    """The block of the first simulated rank; a plain tensor as it is."""
+    return next(iter(tensor._blocks.values())) if isinstance(tensor, PerRank) else tensor
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -264,21 +269,18 @@ def _blocks_of(value: Any) -> list[Any]:
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """Run backward on all ranks at once, so that collectives in the graph see all of them."""
-    roots = _as_list(tensors)
-    seeds = _as_list(grad_tensors) or [None] * len(roots)
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = [b for x in _as_list(kwargs["inputs"]) for b in _blocks_of(x)]
-    torch.autograd.backward(
-        [b for root in roots for b in _blocks_of(root)],
-        [g for root, seed in zip(roots, seeds, strict=True) for g in _seeds(root, seed)],
-        *args,
-        **kwargs,
-    )
+    torch.autograd.backward(*_roots_and_seeds(tensors, grad_tensors), *args, **kwargs)
 
 
-def _seeds(root: Any, seed: Any) -> list[Any]:
-    n = len(_blocks_of(root))
-    return list(seed.ranks) if isinstance(seed, PerRank) else [seed] * n
+def _roots_and_seeds(tensors: Any, grads: Any) -> tuple[list[Any], list[Any]]:
+    """The blocks of all ranks, and the gradient of each."""
+    roots = _as_list(tensors)
+    seeds = _as_list(grads) or [None] * len(roots)
+    pairs = [(_blocks_of(root), seed) for root, seed in zip(roots, seeds, strict=True)]
+    every = [list(seed.ranks) if isinstance(seed, PerRank) else [seed] * len(bs) for bs, seed in pairs]
+    return [b for blocks, _ in pairs for b in blocks], [g for some in every for g in some]
 
 
 def _tensor_backward(
@@ -288,22 +290,11 @@ def _tensor_backward(
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-    roots, leaves = _as_list(outputs), _as_list(inputs)
-    seeds = _as_list(grad_outputs) or [None] * len(roots)
-    flat = torch.autograd.grad(
-        [b for root in roots for b in _blocks_of(root)],
-        [b for leaf in leaves for b in _blocks_of(leaf)],
-        [g for root, seed in zip(roots, seeds, strict=True) for g in _seeds(root, seed)],
-        **kwargs,
-    )
-    out: list[Any] = []
-    at = 0
-    for leaf in leaves:
-        n = len(_blocks_of(leaf))
-        part = flat[at : at + n]
-        at += n
-        out.append(_grads_of(leaf, part) if isinstance(leaf, PerRank) else part[0])
-    return tuple(out)
+    leaves = _as_list(inputs)
+    roots, seeds = _roots_and_seeds(outputs, grad_outputs)
+    rest = iter(torch.autograd.grad(roots, [b for x in leaves for b in _blocks_of(x)], seeds, **kwargs))
+    every = [(leaf, [next(rest) for _ in _blocks_of(leaf)]) for leaf in leaves]
+    return tuple(_grads_of(leaf, g) if isinstance(leaf, PerRank) else g[0] for leaf, g in every)
 
 
 def _grads_of(leaf: PerRank, grads: Sequence[Any]) -> PerRank | None:

@@ -58,6 +58,8 @@ def simulate(world_size: int) -> Iterator[None]:
         ValueError: `world_size` is not a positive int.
         RuntimeError: inside another simulation, or in a process that is a rank of a process group.
 
+    Nothing is communicated: collectives run on the tensors of all ranks in this process.
+
     >>> import torch
     >>> from shardwise import DeviceMesh, Shard, distribute_tensor, init_device_mesh
     >>> with simulate(4):
@@ -98,7 +100,17 @@ def simulate(world_size: int) -> Iterator[None]:
 def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
     """Call `fn(rank, *values)` on this rank, or in a simulation once for each rank.
 
-    `fn` gets the rank's own block of each PerRank value; tensors that it returns become PerRank tensors.
+    Args:
+        fn: a function of the rank and of the values.
+        *values: passed to `fn`; in a simulation it gets the rank's own block of each PerRank tensor among them.
+
+    Returns:
+        The result of `fn`; in a simulation, tensors become PerRank tensors.
+
+    Raises:
+        RuntimeError: in a simulation, a result that is not a tensor differs between ranks.
+
+    Nothing is communicated.
 
     >>> import torch
     >>> with simulate(3):

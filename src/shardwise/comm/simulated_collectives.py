@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +33,18 @@ def run_collective(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             "  why: in a simulation all ranks are in this process, and this collective is not simulated\n"
             f"  fix: use one of {known}, or run on real processes with shardwise.launch"
         )
-    return run(*args, **kwargs)
+    if name.startswith("functional."):
+        return run(*args, **kwargs)
+    bound = _signature(name).bind(*args, **kwargs)
+    bound.apply_defaults()
+    async_op = bound.arguments.pop("async_op")
+    run(*bound.arguments.values())
+    return _Done() if async_op else None
+
+
+@lru_cache
+def _signature(name: str) -> inspect.Signature:
+    return inspect.signature(getattr(dist, name))
 
 
 class _Done:
@@ -122,7 +135,7 @@ def _broadcast(x: PerRank, source: int, group: Any) -> PerRank:
     return _per_group(x, group, lambda parts: [parts[source].clone() for _ in parts])
 
 
-def _copy_into(target: Any, result: PerRank, async_op: bool) -> _Done | None:
+def _copy_into(target: Any, result: PerRank) -> None:
     if not isinstance(target, PerRank):
         raise RuntimeError(
             f"a collective in a simulation got a {type(target).__name__} as its output.\n"
@@ -131,19 +144,6 @@ def _copy_into(target: Any, result: PerRank, async_op: bool) -> _Done | None:
         )
     for r, block in target._blocks.items():
         block.copy_(result._blocks[r].view(block.shape))
-    return _Done() if async_op else None
-
-
-def _c10d_all_reduce(
-    tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return _copy_into(tensor, _all_reduce(tensor, op, group), async_op)
-
-
-def _c10d_broadcast(
-    tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None
-) -> Any:
-    return _copy_into(tensor, _broadcast(tensor, _index_in_group(src, group, group_src), group), async_op)
 
 
 def _index_in_group(rank: Any, group: Any, group_rank: Any) -> int:
@@ -154,98 +154,73 @@ def _index_in_group(rank: Any, group: Any, group_rank: Any) -> int:
     return int(rank if group is None else dist.get_group_rank(group, rank))
 
 
-def _c10d_reduce(
-    tensor: Any,
-    dst: Any = None,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    group_dst: Any = None,
-) -> Any:
+# The functions of torch.distributed: their arguments are torch's, in its order, except async_op.
+
+
+def _c10d_all_reduce(tensor: Any, op: Any, group: Any) -> None:
+    _copy_into(tensor, _all_reduce(tensor, op, group))
+
+
+def _c10d_broadcast(tensor: Any, src: Any, group: Any, group_src: Any) -> None:
+    _copy_into(tensor, _broadcast(tensor, _index_in_group(src, group, group_src), group))
+
+
+def _c10d_reduce(tensor: Any, dst: Any, op: Any, group: Any, group_dst: Any) -> None:
     at = _index_in_group(dst, group, group_dst)
 
     def run(parts: list[Tensor]) -> list[Tensor]:
         return [_reduced(parts, _op(op)) if i == at else p for i, p in enumerate(parts)]
 
-    return _copy_into(tensor, _per_group(tensor, group, run), async_op)
+    _copy_into(tensor, _per_group(tensor, group, run))
 
 
-def _c10d_scatter(
-    tensor: Any,
-    scatter_list: Any = None,
-    src: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_src: Any = None,
-) -> Any:
+def _c10d_scatter(tensor: Any, scatter_list: Any, src: Any, group: Any, group_src: Any) -> None:
     at = _index_in_group(src, group, group_src)
     out = dict(tensor._blocks)
     for ranks in _groups(group, tensor):
         for i, r in enumerate(ranks):
             part = scatter_list[i]
             out[r] = part._blocks[ranks[at]] if isinstance(part, PerRank) else part
-    return _copy_into(tensor, PerRank(out), async_op)
+    _copy_into(tensor, PerRank(out))
 
 
-def _c10d_gather(
-    tensor: Any,
-    gather_list: Any = None,
-    dst: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_dst: Any = None,
-) -> Any:
+def _c10d_gather(tensor: Any, gather_list: Any, dst: Any, group: Any, group_dst: Any) -> None:
     at = _index_in_group(dst, group, group_dst)
     for ranks in _groups(group, tensor):
         for i, r in enumerate(ranks):
             gather_list[i]._blocks[ranks[at]].copy_(tensor._blocks[r])
-    return _Done() if async_op else None
 
 
-def _c10d_reduce_scatter(
-    output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
+def _c10d_reduce_scatter(output: Any, input_list: Any, op: Any, group: Any) -> None:
     for i, part in enumerate(input_list):
         whole = _all_reduce(part, op, group)
         for ranks in _groups(group, part):
             output._blocks[ranks[i]].copy_(whole._blocks[ranks[i]])
-    return _Done() if async_op else None
 
 
-def _c10d_all_to_all(outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
+def _c10d_all_to_all(outputs: Any, inputs: Any, group: Any) -> None:
     for ranks in _groups(group, inputs[0]):
         for i, receiver in enumerate(ranks):
             for j, sender in enumerate(ranks):
                 outputs[j]._blocks[receiver].copy_(inputs[i]._blocks[sender])
-    return _Done() if async_op else None
 
 
-def _c10d_all_gather_single(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Any:
-    return _copy_into(output, _all_gather(input, 0, group), async_op)
+def _c10d_all_gather_single(output: Any, input: Any, group: Any) -> None:
+    _copy_into(output, _all_gather(input, 0, group))
 
 
-def _c10d_all_gather(outputs: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+def _c10d_all_gather(outputs: Any, tensor: Any, group: Any) -> None:
     whole = _per_group(tensor, group, lambda parts: [torch.stack(parts) for _ in parts])
     for i, out in enumerate(outputs):
-        _copy_into(out, PerRank({r: t[i] for r, t in whole._blocks.items()}), False)
-    return _Done() if async_op else None
+        _copy_into(out, PerRank({r: t[i] for r, t in whole._blocks.items()}))
 
 
-def _c10d_reduce_scatter_single(
-    output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return _copy_into(output, _reduce_scatter(input, op, 0, group), async_op)
+def _c10d_reduce_scatter_single(output: Any, input: Any, op: Any, group: Any) -> None:
+    _copy_into(output, _reduce_scatter(input, op, 0, group))
 
 
-def _c10d_all_to_all_single(
-    output: Any,
-    input: Any,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    return _copy_into(output, _all_to_all(input, output_split_sizes, input_split_sizes, group), async_op)
+def _c10d_all_to_all_single(output: Any, input: Any, receive: Any, send: Any, group: Any) -> None:
+    _copy_into(output, _all_to_all(input, receive, send, group))
 
 
 _RUN: dict[str, Callable[..., Any]] = {

@@ -136,9 +136,8 @@ class TileGrid(NamedTuple):
             for f, digit in zip(self.factors, theirs, strict=True)
             if f.source and f.target and digit and digit.axis not in self.axes
         ]
-        counts: tuple[int, ...] = (
-            math.prod(local) if all(s.of(self.me) == t.of(self.me) for s, t in outside) else 0,
-        )
+        matches = all(s.of(self.me) == t.of(self.me) for s, t in outside)
+        counts: tuple[int, ...] = (math.prod(local) if matches else 0,)
         for size, _, value in reversed(digits):
             none = (0,) * len(counts)
             counts = counts * size if value is None else none * value + counts + none * (size - 1 - value)

@@ -132,9 +132,8 @@ def _serve(conn: Connection, config: WorkerConfig, load: Callable[[bytes], Any])
         try:
             fn, args = (_join, (config,)) if request == "join" else load(payload)
             value = encode(fn(*args))
-            world = world or id(
-                dist.group.WORLD
-            )  # a reference would keep the connections of a destroyed group
+            # the id, because a reference would keep the connections of a destroyed group
+            world = world or id(dist.group.WORLD)
             answer = Done(config.rank, value, clean=id(dist.group.WORLD) == world)
         except BaseException as error:  # sys.exit() in fn, too, is an answer
             answer = _failure(config.rank, error, clean=id(dist.group.WORLD) == world)
@@ -149,10 +148,8 @@ def _serve(conn: Connection, config: WorkerConfig, load: Callable[[bytes], Any])
 
 def _join(config: WorkerConfig) -> None:
     for _, name in socket.if_nameindex():
-        if name in (
-            "lo",
-            "lo0",
-        ):  # local ranks need no other interface, whatever the name of the host resolves to
+        # local ranks need no other interface, whatever the name of the host resolves to
+        if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     store = dist.FileStore(os.path.join(config.folder, "store"), config.nprocs)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.nprocs)

@@ -6,7 +6,8 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any, Self
 
-from shardwise.comm import Ledger, Sent, counting
+from shardwise.comm import Sent, counting
+from shardwise.comm.ledger import Ledger
 from shardwise.torch_internals.collective_ops import collective_ops
 
 __all__ = ["CommDebugMode"]

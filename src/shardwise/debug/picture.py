@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardwise.comm import coord_of, is_simulated, siblings_of
 from shardwise.layout import Layout, LayoutError, owned
@@ -15,13 +15,10 @@ _MAX_STRIPES = 40
 _MARKS = {"sum": "+", "avg": "~", "max": "^", "min": "_", "product": "*"}
 
 
-def picture(
-    layout: Layout, ranks: list[int] | None = None, paint: Callable[[str, int], str] | None = None
-) -> str:
+def picture(layout: Layout, ranks: list[int] | None = None) -> str:
     """Draw a layout of one or two dims; each cell lists the ranks that hold it, joined by + if they hold partial sums.
 
-    `ranks` are the ranks of the mesh in order, by default 0, 1, ...; `paint(text, i)` may decorate the text of a cell
-    whose first holder is number i of the mesh.
+    `ranks` are the ranks of the mesh in order, by default 0, 1, ...
 
     >>> from shardwise.layout import Axes, parse_layout
     >>> print(picture(parse_layout("[5:dp, 4:tp]", Axes((2, 2), ("dp", "tp")))[0]))
@@ -46,7 +43,7 @@ def picture(
     columns = _stripes(layout.shape[-1], [block[-1] for block in blocks])
     outer: list[tuple[int, ...]] = [(start,) for start, _ in rows] or [()]
     cells = [[_cell(layout, blocks, ranks, (*at, start)) for start, _ in columns] for at in outer]
-    return _table(rows, columns, cells, paint)
+    return _table(rows, columns, cells)
 
 
 def _stripes(size: int, held: list[Sequence[int]]) -> list[tuple[int, int]]:
@@ -64,30 +61,24 @@ def _stripes(size: int, held: list[Sequence[int]]) -> list[tuple[int, int]]:
 
 def _cell(
     layout: Layout, blocks: list[tuple[Sequence[int], ...]], ranks: list[int], index: tuple[int, ...]
-) -> tuple[str, int]:
-    """The ranks that hold an element, as text, and the first of them by its number in the mesh."""
+) -> str:
+    """The ranks that hold an element, as text."""
     partial = dict(layout.partial)
     mark = next((_MARKS[op] for op in partial.values()), "")
     groups: dict[tuple[int, ...], list[str]] = {}
-    holders = [
-        i for i, block in enumerate(blocks) if all(x in dim for x, dim in zip(index, block, strict=True))
-    ]
-    for i in holders:
+    for i, block in enumerate(blocks):
+        if not all(x in dim for x, dim in zip(index, block, strict=True)):
+            continue
         key = tuple(x for axis, x in enumerate(layout.axes.coord(i)) if axis not in partial)
         groups.setdefault(key, []).append(str(ranks[i]))
-    return ",".join(mark.join(group) for group in groups.values()), holders[0]
+    return ",".join(mark.join(group) for group in groups.values())
 
 
-def _table(
-    rows: list[tuple[int, int]],
-    columns: list[tuple[int, int]],
-    cells: list[list[tuple[str, int]]],
-    paint: Callable[[str, int], str] | None,
-) -> str:
+def _table(rows: list[tuple[int, int]], columns: list[tuple[int, int]], cells: list[list[str]]) -> str:
     heads = [f"{start}:{end}" for start, end in columns]
     sides = [f"{start}:{end}" for start, end in rows] or [""]
     left = max(map(len, sides)) + 2
-    widths = [max(len(h), *(len(row[i][0]) for row in cells)) + 2 for i, h in enumerate(heads)]
+    widths = [max(len(h), *(len(row[i]) for row in cells)) + 2 for i, h in enumerate(heads)]
     lines = [" " * left + " " + " ".join(h.center(w) for h, w in zip(heads, widths, strict=True)).rstrip()]
 
     def border(first: str, between: str, last: str) -> str:
@@ -95,10 +86,7 @@ def _table(
 
     for i, row in enumerate(cells):
         lines.append(border("├", "┼", "┤") if i else border("┌", "┬", "┐"))
-        texts = [
-            text.center(w) if paint is None else paint(text.center(w), holder)
-            for (text, holder), w in zip(row, widths, strict=True)
-        ]
+        texts = [text.center(w) for text, w in zip(row, widths, strict=True)]
         lines.append(sides[i].rjust(left - 1) + " │" + "│".join(texts) + "│")
     return "\n".join([*lines, border("└", "┴", "┘")])
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_tensors, tensors_in
+from shardwise.call.meta import REFUSALS
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route
 from shardwise.call.schema import op_info
@@ -30,8 +31,8 @@ FindRoute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Route]
 _MAX_DEPTH = 8  # programs within programs
 
 
-class _NeedsValuesError(Exception):
-    """A program asked for what a tensor without data cannot tell."""
+class _NeedsValuesError(RuntimeError):
+    """A program needs the values of a tensor without data."""
 
 
 class _Recording:
@@ -63,11 +64,6 @@ class _Recording:
 
 _truncated: ContextVar[list[bool] | None] = ContextVar("truncated", default=None)
 
-# What programs raise that need values, or that do not handle a call: the op itself then runs and says why.
-_REFUSALS = (
-    _NeedsValuesError, RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError,
-)  # fmt: skip
-
 
 def dry_run(
     program: Callable[..., Any], call: OpCall, find_route: FindRoute
@@ -90,7 +86,7 @@ def dry_run(
             args = map_tensors(lambda t: _abstract_like(t, simulated), call.args)
             kwargs = map_tensors(lambda t: _abstract_like(t, simulated), call.kwargs)
             result = program(*args, **kwargs)
-    except _REFUSALS:
+    except REFUSALS:  # the program needs values or does not handle the call: the op itself then runs
         return None
     finally:
         recording.reset(token)

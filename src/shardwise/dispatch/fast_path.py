@@ -41,10 +41,9 @@ def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
             return None
         return by_program(program, positions, resolution.outputs[0])
     if not all_positional:
-        is_list = (
-            bool(args) and isinstance(args[0], list | tuple) and all(isinstance(a, DTensor) for a in args[0])
-        )
-        if is_list and len(args[0]) == len(resolution.moves) and info.returns_tensor and not info.writes:
+        tensors = args[0] if args and isinstance(args[0], list | tuple) else ()
+        is_list = len(tensors) == len(resolution.moves) and all(isinstance(t, DTensor) for t in tensors)
+        if is_list and info.returns_tensor and not info.writes:
             return listed(python_binding(func), resolution.outputs[0])
         return None
     if info.writes:
@@ -69,9 +68,8 @@ def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
         return None
     if func is aten.unsqueeze.default:
         block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
-        if (
-            func(block, *call.args[1:]).shape == shape
-        ):  # a block without elements may be empty along another dim
+        # a block without elements may be empty along another dim
+        if func(block, *call.args[1:]).shape == shape:
             return constant(func, spec, call.args, call.kwargs)
     return view_as(shape, spec, lambda a, k: execute(func, resolution, a, k))
 

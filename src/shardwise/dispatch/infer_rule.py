@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
+from shardwise.call.meta import REFUSALS
 from shardwise.call.schema import op_info
 from shardwise.rules import Call, Row, Rule, Slot
 
 __all__ = ["inferred_row"]
 
-_Cut = tuple[int | None, ...]  # per tensor the dim that is split, or None
+_SplitDims = tuple[int | None, ...]  # per tensor the dim that is split, or None
 _Joined = tuple[int | str, ...]  # per output the dim along which pieces are concatenated, or "sum"
 _MAX_ELEMENTS = 1 << 12  # of a tensor that is run in its own size
-_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError)
 _MAX_TRIES = 256  # ways to split the other tensors along with one
 
 
@@ -36,15 +36,15 @@ def _rule(op: Any, call: Call) -> Rule | None:
     shapes = _smaller(call.shapes)
     try:
         draws = [_Trial(op, call, shapes, seed) for seed in (1, 2)]
-    except _REFUSALS:  # the op does not accept tensors this small
+    except REFUSALS:  # the op does not accept tensors this small
         return None
     if draws[0].shapes != draws[1].shapes:
         return None  # the shapes of the results depend on values
     ins = [[None] * len(s) for s in shapes]  # type: list[list[str | None]]
     outs = [[None] * len(s) for s in draws[0].shapes]  # type: list[list[str | None]]
     reduced: dict[str, str] = {}
-    for number, (cut, joined) in enumerate(_splits(draws, shapes)):
-        dims = [(i, d) for i, d in enumerate(cut) if d is not None]
+    for number, (split, joined) in enumerate(_splits(draws, shapes)):
+        dims = [(i, d) for i, d in enumerate(split) if d is not None]
         taken = any(ins[i][d] for i, d in dims) or any(
             o != "sum" and outs[k][int(o)] for k, o in enumerate(joined)
         )
@@ -91,23 +91,23 @@ class _Trial:
         found = self.op(*(given[name] for name in names), **keyed)
         return [t for t in (found if isinstance(found, list | tuple) else [found]) if t is not None]
 
-    def joined(self, cut: _Cut) -> _Joined | None:
+    def joined(self, split: _SplitDims) -> _Joined | None:
         """How the results on the pieces make up the full results, or None if they do not."""
-        n = next(t.shape[d] for t, d in zip(self.tensors, cut, strict=True) if d is not None)
+        n = next(t.shape[d] for t, d in zip(self.tensors, split, strict=True) if d is not None)
         found: set[_Joined] | None = None
         for at in {n // 2, 1}:
             sizes = [at, n - at]
             pieces = [
                 [t, t] if d is None else list(t.split(sizes, d))
-                for t, d in zip(self.tensors, cut, strict=True)
+                for t, d in zip(self.tensors, split, strict=True)
             ]
             try:
                 halves = [self.run([p[side] for p in pieces]) for side in (0, 1)]
-            except _REFUSALS:  # the op does not accept the pieces
+            except REFUSALS:  # the op does not accept the pieces
                 return None
             if any(len(h) != len(self.results) for h in halves):
                 return None
-            ways = [_ways(whole, a, b, sizes) for whole, a, b in zip(self.results, *halves, strict=True)]
+            ways = [_ways(full, a, b, sizes) for full, a, b in zip(self.results, *halves, strict=True)]
             here = set(itertools.product(*ways))
             found = here if found is None else found & here
         return min(found, key=str) if found else None
@@ -120,7 +120,7 @@ class _Trial:
         part = _random(tuple(x.shape), str(x.dtype).removeprefix("torch."), torch.Generator().manual_seed(3))
         a, b = ([*self.tensors[:i], t, *self.tensors[i + 1 :]] for t in (part, x - part))
         return all(
-            _close(whole, p + q) for whole, p, q in zip(self.results, self.run(a), self.run(b), strict=True)
+            _close(full, p + q) for full, p, q in zip(self.results, self.run(a), self.run(b), strict=True)
         )
 
 
@@ -131,14 +131,14 @@ def _random(shape: tuple[int, ...], dtype: str, draw: torch.Generator) -> Tensor
     return torch.randint(0, 2, shape, generator=draw).to(kind)  # small, because it may be an index
 
 
-def _ways(whole: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> Iterator[int | str]:
-    for d in range(whole.dim()):
-        fits = a.dim() == b.dim() == whole.dim() and [a.shape[d], b.shape[d]] == sizes
+def _ways(full: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> Iterator[int | str]:
+    for d in range(full.dim()):
+        fits = a.dim() == b.dim() == full.dim() and [a.shape[d], b.shape[d]] == sizes
         if fits and [*a.shape[:d], *a.shape[d + 1 :]] == [*b.shape[:d], *b.shape[d + 1 :]]:
             together = torch.cat([a, b], d)
-            if together.shape == whole.shape and _close(whole, together):
+            if together.shape == full.shape and _close(full, together):
                 yield d
-    if whole.dtype.is_floating_point and a.shape == b.shape == whole.shape and _close(whole, a + b):
+    if full.dtype.is_floating_point and a.shape == b.shape == full.shape and _close(full, a + b):
         yield "sum"
 
 
@@ -147,7 +147,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=loose, atol=loose, equal_nan=True)
 
 
-def _splits(draws: Sequence[_Trial], shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[_Cut, _Joined]]:
+def _splits(
+    draws: Sequence[_Trial], shapes: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[_SplitDims, _Joined]]:
     """The splits that hold in every draw: of one dim, along with as many other tensors as possible."""
     for i, shape in enumerate(shapes):
         for d, n in enumerate(shape):
@@ -157,8 +159,8 @@ def _splits(draws: Sequence[_Trial], shapes: Sequence[tuple[int, ...]]) -> Itera
                 [d] if j == i else [*(e for e, m in enumerate(s) if m == n and j > i), None]
                 for j, s in enumerate(shapes)
             ]
-            for cut in itertools.islice(itertools.product(*options), _MAX_TRIES):
-                joined = {trial.joined(cut) for trial in draws}
+            for split in itertools.islice(itertools.product(*options), _MAX_TRIES):
+                joined = {trial.joined(split) for trial in draws}
                 if len(joined) == 1 and (only := joined.pop()) is not None:
-                    yield cut, only
+                    yield split, only
                     break

@@ -29,7 +29,7 @@ OTHER = object()
 
 
 class Entry(NamedTuple):
-    """What is known of an op: its cached routes, and how its calls are told apart."""
+    """The cached routes of an op, and how the keys of its calls are computed."""
 
     func: Any  # kept alive, so that its id stays its own
     by_type: bool  # its rule reads no numbers, so only their types count

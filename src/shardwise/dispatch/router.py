@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from shardwise.call.moved_view import mode_of_view
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
 from shardwise.call.writes import note_writes, watched
-from shardwise.call.moved_view import mode_of_view
-from shardwise.comm import at_simulation_end
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide
@@ -33,7 +33,11 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     except KeyError:
         entry = entries.setdefault(id(func), new_entry(func))
     _, _, form, is_view, runs, _ = entry
-    if is_view and args[0].is_inference() is not _in_inference() and (mode := mode_of_view(args[0])) is not None:
+    if (
+        is_view
+        and args[0].is_inference() is not _in_inference()
+        and (mode := mode_of_view(args[0])) is not None
+    ):
         with mode:
             return dispatch(func, types, args, kwargs)
     # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way

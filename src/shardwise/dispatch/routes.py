@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
@@ -18,7 +19,7 @@ from shardwise.call.operands import check_operands, compare_plain, plain_tensors
 from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
-from shardwise.call.route import Route, Run
+from shardwise.call.route import Route, RouteKind, Run
 from shardwise.call.submesh import common_submesh, run_on_submesh
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
@@ -114,19 +115,15 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("composite", lambda a, k: func.decompose(*a, **k), ())
     best = _fallback_route(call) if resolution is None else _rule_route(call, resolution)
     seconds = model.total(best.plans or ())
-    if seconds > 0.0:
-        # a rule that a user registered comes before our alternatives
-        alternative = (
-            None if call.info.name in REGISTERED else _alternative_route(call, resolution, find_route)
-        )
-        if alternative is not None and model.total(alternative.plans or ()) < seconds:
-            best = alternative
-        elif resolution is None and not call.info.is_view:
-            decomposition = _decomposition_route(call, find_route)
-            if decomposition is not None and model.total(decomposition.plans or ()) < seconds:
-                best = decomposition
+    for propose in (_alternative_route, _decomposition_route) if seconds > 0.0 else ():
+        other = propose(call, resolution, find_route)
+        if other is not None and model.total(other.plans or ()) < seconds:
+            best = other
+            break
     moves = (resolution is None or bool(resolution.plans)) and _is_distributed(call.args[0])
-    return _remembering_base(call, best) if call.info.is_view and (moves or func in COMPUTED) else best
+    if call.info.is_view and (moves or func in COMPUTED):
+        return _remembering_base(call, best)
+    return best
 
 
 def _is_distributed(x: Any) -> bool:
@@ -155,41 +152,45 @@ def _fallback_route(call: OpCall) -> Route:
 
 
 def _alternative_route(call: OpCall, resolution: Resolution | None, find_route: FindRoute) -> Route | None:
-    alternative = propose_alternative(call, resolution)
-    if alternative is None:
+    # a rule that a user registered comes before our alternatives
+    alternative = None if call.info.name in REGISTERED else propose_alternative(call, resolution)
+    return None if alternative is None else _program_route("alternative", call, alternative, find_route)
+
+
+def _decomposition_route(call: OpCall, resolution: Resolution | None, find_route: FindRoute) -> Route | None:
+    """An op without a rule as a program of other ops, if torch has one that needs no values."""
+    # a call that the op refuses must reach the op itself, which says why
+    if resolution is not None or call.info.is_view or call.outputs is None:
         return None
+    program = program_for(call.func)
+    if program is None:
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # plain tensors that the program creates are the same on every rank
+        with override_settings(plain="replicate"):
+            return program(*args, **kwargs)
+
+    return _program_route("decomposition", call, Alternative(run), find_route)
+
+
+def _program_route(
+    kind: RouteKind, call: OpCall, alternative: Alternative, find_route: FindRoute
+) -> Route | None:
+    """The route of a program, whose plans a dry run finds if they are not known; None if they depend on values."""
     func, program = call.func, alternative.run
-    plans, specs = alternative.plans, alternative.outputs or ()
-    if plans is None:
-        estimate = dry_run(program, call, find_route)
-        if estimate is None:
-            return None
+    if alternative.plans is not None:
+        plans, specs = alternative.plans, alternative.outputs or ()
+    elif (estimate := dry_run(program, call, find_route)) is not None:
         plans, specs = estimate
+    else:
+        return None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with communication(func, plans):
             return program(*args, **kwargs)
 
-    return Route("alternative", run, plans, _results(call, specs))
-
-
-def _decomposition_route(call: OpCall, find_route: FindRoute) -> Route | None:
-    """An op without a rule as a program of other ops, if torch has one that needs no values."""
-    func, program = call.func, program_for(call.func)
-    # a call that the op refuses must reach the op itself, which says why
-    if program is None or call.outputs is None:
-        return None
-    estimate = dry_run(program, call, find_route)
-    if estimate is None:
-        return None
-    plans, specs = estimate
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # plain tensors that the program creates are the same on every rank
-        with communication(func, plans), override_settings(plain="replicate"):
-            return program(*args, **kwargs)
-
-    return Route("decomposition", run, plans, _results(call, specs))
+    return Route(kind, run, plans, _results(call, specs))
 
 
 def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:

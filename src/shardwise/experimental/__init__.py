@@ -1,6 +1,7 @@
 """The names of `torch.distributed.tensor.experimental`."""
 
-from shardwise.api import local_map, register_sharding
-from shardwise.tensor import implicit_replication
+from shardwise.api.local_map import local_map
+from shardwise.api.register_sharding import register_sharding
+from shardwise.tensor.policy import implicit_replication
 
 __all__ = ["implicit_replication", "local_map", "register_sharding"]

@@ -15,14 +15,13 @@ from shardwise.layout.geometry import (
 from shardwise.layout.layout import Layout
 from shardwise.layout.parse import parse_layout
 from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
-from shardwise.layout.refine import Box, Piece, Pieces, meet, refine
+from shardwise.layout.refine import Piece, Pieces, refine
 from shardwise.layout.spec import Spec, TensorMeta, dtype_text
 from shardwise.layout.view import view
 
 __all__ = [
     "REDUCE_OPS",
     "Axes",
-    "Box",
     "Dim",
     "Factor",
     "Layout",
@@ -44,7 +43,6 @@ __all__ = [
     "global_shape",
     "global_stride",
     "largest_block",
-    "meet",
     "owned",
     "parse_layout",
     "refine",

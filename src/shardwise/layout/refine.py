@@ -9,10 +9,10 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from shardwise.layout.factor import Dim, Factor, atoms, cut, merge, take
+from shardwise.layout.factor import Dim, Factor, atoms, merge, take
 from shardwise.layout.layout import Layout
 
-__all__ = ["Box", "Piece", "Pieces", "meet", "refine"]
+__all__ = ["Piece", "Pieces", "refine"]
 
 
 class Piece(NamedTuple):
@@ -77,40 +77,3 @@ def _pieces(a: Sequence[Factor], b: Sequence[Factor], sizes: Sequence[int]) -> t
 
 def _ends(factors: Sequence[Factor]) -> list[int]:
     return list(accumulate((f.size for f in factors), mul, initial=1))
-
-
-class Box(NamedTuple):
-    """The intersection of two blocks, located within one of them; each field has one number per piece of each dim."""
-
-    lengths: tuple[tuple[int, ...], ...]  # of the block
-    starts: tuple[tuple[int, ...], ...]  # of the intersection, counted from the block's first element
-    counts: tuple[tuple[int, ...], ...]  # of the intersection
-
-
-def meet(
-    pieces: Pieces, sizes: Sequence[int], sender: Sequence[int], receiver: Sequence[int]
-) -> tuple[Box, Box]:
-    """Intersect the source block at `sender` with the target block at `receiver`: a box in the one, and in the other."""
-    ours: list[tuple[tuple[int, ...], ...]] = []
-    theirs: list[tuple[tuple[int, ...], ...]] = []
-    for dim in pieces:
-        rows, cols = [], []
-        for size, source, target in dim:
-            a, b = _range(size, source, sizes, sender), _range(size, target, sizes, receiver)
-            low, high = max(a[0], b[0]), min(a[1], b[1])
-            count = max(high - low, 0)
-            rows.append((a[1] - a[0], low - a[0] if count else 0, count))
-            cols.append((b[1] - b[0], low - b[0] if count else 0, count))
-        ours.append(tuple(zip(*rows, strict=True)) or ((), (), ()))
-        theirs.append(tuple(zip(*cols, strict=True)) or ((), (), ()))
-    return _box(ours), _box(theirs)
-
-
-def _box(dims: list[tuple[tuple[int, ...], ...]]) -> Box:
-    return Box(tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims))
-
-
-def _range(size: int, axes: tuple[int, ...], sizes: Sequence[int], coord: Sequence[int]) -> tuple[int, int]:
-    if not axes:
-        return 0, size
-    return cut(size, [sizes[a] for a in axes], [coord[a] for a in axes])

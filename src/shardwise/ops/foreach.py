@@ -93,9 +93,8 @@ def _on_blocks(call: OpCall) -> Run | None:
         return None
     specs = []
     for here, named in _elements(func, args, kwargs):
-        resolution = (
-            resolve(OpCall(single, here, named)) if any(isinstance(a, DTensor) for a in here) else None
-        )
+        distributed = any(isinstance(a, DTensor) for a in here)
+        resolution = resolve(OpCall(single, here, named)) if distributed else None
         if resolution is None or resolution.plans or resolution.programs is not None:
             return None
         specs.append(resolution.outputs[0])

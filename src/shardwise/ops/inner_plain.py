@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_leaves, tensors_in
-from shardwise.call.operands import compare_plain
-from shardwise.comm import PerRank, members_of, spread
+from shardwise.call.op_call import OpCall
+from shardwise.call.operands import compare_plain, has_dtensor
 from shardwise.ops.dropout import attention_with_dropout, uses_dropout
 from shardwise.ops.one_device import one_device
 from shardwise.plan.settings import current_settings, override_settings
-from shardwise.tensor.construct import from_block, replicated_spec
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.construct import replicate
+from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.tensor.errors import mixed_tensors_error
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
@@ -29,26 +29,17 @@ __all__ = ["inner_plain_patches"]
 aten = torch.ops.aten
 
 
-def _dtensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
-    return [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor)]
-
-
-def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(_dtensors(args, kwargs))
-
-
 def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse or compare plain operands, as the policy says."""
-    first = _dtensors(args, kwargs)[0]
-    plain = [
-        t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, DTensor) and t.numel() != 1
-    ]
+    """Refuse or compare plain operands, according to the policy."""
+    tensors = tensors_in([*args, *kwargs.values()])
+    first = next(t for t in tensors if isinstance(t, DTensor))
+    plain = [t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1]
     if not plain or in_backward():
         return
     policy = current_settings().plain
     if policy == "error":
         raise mixed_tensors_error(func, plain[0], first._spec)
-    if policy == "check" and not isinstance(first._local_tensor, PerRank):
+    if policy == "check" and not is_simulated_tensor(first):
         compare_plain(func, plain, list(range(len(plain))), first.device_mesh)
 
 
@@ -76,16 +67,15 @@ def _recurrent(func: Any) -> Callable[..., Any]:
     """A recurrent op: its initial states, which torch's modules create, are compared between ranks and replicated."""
 
     def run(x: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
-        first = _dtensors((x, hx, *args), kwargs)[0]
-        mesh, simulated = first.device_mesh, isinstance(first._local_tensor, PerRank)
+        call = OpCall(func, (x, hx, *args), kwargs)
+        mesh, simulated = call.mesh, call.simulated
 
         def state(t: Any) -> Any:
             if isinstance(t, DTensor) or not isinstance(t, Tensor):
                 return t
             if not simulated and not in_backward():
                 compare_plain(func, [t], [0], mesh)
-            block = spread(t, list(members_of(mesh))) if simulated else t
-            return from_block(block, replicated_spec(t, mesh))
+            return replicate(t, mesh, simulated=simulated)
 
         with beneath_patches():
             return func(x, map_leaves(state, hx), *args, **kwargs)
@@ -95,7 +85,7 @@ def _recurrent(func: Any) -> Callable[..., Any]:
 
 def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A Python function of torch; random numbers that it draws come from the stream."""
-    if not _has_dtensor(args, kwargs):
+    if not has_dtensor(args, kwargs):
         return original(*args, **kwargs)
     _check_operands(original.__name__, args, kwargs)
     with one_device(), override_settings(plain="replicate"):
@@ -117,22 +107,19 @@ _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_rel
 def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
     """The patches of these functions."""
     attention = aten.scaled_dot_product_attention.default
-    drawn = (
-        "torch creates causal masks as plain tensors, and kernels draw dropout by the position in the block"
-    )
+    masks = "torch creates causal masks as plain tensors, and kernels draw dropout by position in the block"
     states = "torch's modules create initial states as plain tensors"
     return [
         *(
-            KernelPatch(func, _composite(func), f"torch creates {what} as a plain tensor", _has_dtensor)
+            KernelPatch(func, _composite(func), f"torch creates {what} as a plain tensor", has_dtensor)
             for what, funcs in _COMPOSITES.items()
             for func in funcs
         ),
-        KernelPatch(attention, _attention, drawn, _has_dtensor),
-        *(KernelPatch(func, _recurrent(func), states, _has_dtensor) for func in _RECURRENT),
+        KernelPatch(attention, _attention, masks, has_dtensor),
+        *(KernelPatch(func, _recurrent(func), states, has_dtensor) for func in _RECURRENT),
         *(
             PythonPatch(target, _python, f"torch creates {what} as a plain tensor")
-            for target, what in zip(
-                python_functions(CREATE_PLAIN_TENSORS), CREATE_PLAIN_TENSORS.values(), strict=True
-            )
+            for name, what in CREATE_PLAIN_TENSORS.items()
+            for target in python_functions([name])
         ),
     ]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwise.call.fallback import draws_random
 from shardwise.ops.random_ops import random_program
-from shardwise.random import Cells, integers, normal, permutation, uniform
-from shardwise.random.seeded_generator import borrowing
+from shardwise.random import BlockIndices, integers, normal, permutation, uniform
+from shardwise.random.seeded_generator import with_seeded_generator
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.seeding import draw_from
 from shardwise.torch_internals.dispatcher import is_composite
@@ -65,7 +65,7 @@ class _Drawing(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if draws_random(func, args, kwargs) and kwargs.get("generator") is None:
-            func = borrowing(func, draw_from(None))
+            func = with_seeded_generator(func, draw_from(None))
         return resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs)
 
 
@@ -76,15 +76,11 @@ def _new(distribution: Callable[..., Tensor], size: Any, kwargs: dict[str, Any])
     out = torch.empty(size, **kwargs)
     if out.device.type == "meta":
         return out
-    return out.copy_(distribution(draw, Cells(out.shape), out.dtype, out.device))
+    return out.copy_(distribution(draw, BlockIndices(out.shape), out.dtype, out.device))
 
 
-def _rand(size: Any, **kwargs: Any) -> Tensor:
-    return _new(uniform, size, kwargs)
-
-
-def _randn(size: Any, **kwargs: Any) -> Tensor:
-    return _new(normal, size, kwargs)
+def _from(distribution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda size, **kwargs: _new(distribution, size, kwargs)
 
 
 def _normal(mean: float, std: float, size: Any, **kwargs: Any) -> Tensor:
@@ -106,10 +102,10 @@ def _randperm(n: int, **kwargs: Any) -> Tensor:
 
 
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
-    **{getattr(aten.rand, o): _rand for o in ("default", "generator")},
-    **{getattr(aten.randn, o): _randn for o in ("default", "generator")},
+    **{getattr(aten.rand, o): _from(uniform) for o in ("default", "generator")},
+    **{getattr(aten.randn, o): _from(normal) for o in ("default", "generator")},
     **{getattr(aten.randint, o): _randint for o in ("default", "generator", "low", "low_generator")},
     **{getattr(aten.randperm, o): _randperm for o in ("default", "generator")},
     aten.normal.float_float: _normal,
 }
-"""Ops that create a tensor from numbers only, and so know of no mesh."""
+"""Ops that create a tensor from numbers only, and so have no mesh."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.fallback import gather
-from shardwise.comm import PerRank
+from shardwise.comm import first_rank
 from shardwise.ops.dropout import dropout_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.prod import prod_patches
@@ -27,11 +27,9 @@ aten = torch.ops.aten
 
 
 def _tensor_split(x: Tensor, indices: Any, dim: int = 0) -> Any:
-    full = gather(aten.tensor_split.tensor_indices_or_sections, indices)
-    values: Any = (full.ranks[0] if isinstance(full, PerRank) else full).tolist()
-    if indices.dim() == 0:
-        return aten.tensor_split.sections(x, values, dim)
-    return aten.tensor_split.indices(x, values, dim)
+    values: Any = first_rank(gather(aten.tensor_split.tensor_indices_or_sections, indices)).tolist()
+    func = aten.tensor_split.indices if indices.dim() else aten.tensor_split.sections
+    return func(x, values, dim)
 
 
 PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.fallback import gather
-from shardwise.comm import PerRank
+from shardwise.comm import first_rank
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import has_tangent
@@ -28,21 +28,25 @@ def prod_patches() -> list[KernelPatch]:
     """The patches of `prod`."""
     reason = "torch differentiates it by another formula for tensor subclasses"
     return [
-        KernelPatch(aten.prod.default, _of_all, reason, _needs_grad),
-        KernelPatch(aten.prod.dim_int, _along, reason, _needs_grad),
+        KernelPatch(aten.prod.default, _prod, reason, _needs_grad),
+        KernelPatch(aten.prod.dim_int, _prod, reason, _needs_grad),
     ]
 
 
-def _of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    if has_tangent(x):
-        return _with_tangent(aten.prod.default, x, dtype=dtype)
-    return _Prod.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
+def _prod(
+    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    if not has_tangent(x):
+        return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
+    # torch's formula for forward-mode derivatives creates ones as a plain tensor
+    with override_settings(plain="replicate"), beneath_patches():
+        return _call(x, dim, keepdim, dtype)
 
 
-def _along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    if has_tangent(x):
-        return _with_tangent(aten.prod.dim_int, x, dim, keepdim, dtype=dtype)
-    return _Prod.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
+def _call(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Any:
+    if dim is None:
+        return aten.prod.default(x, dtype=dtype)
+    return aten.prod.dim_int(x, dim, keepdim, dtype=dtype)
 
 
 def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -51,20 +55,13 @@ def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and not is_tracing()
 
 
-def _with_tangent(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's formula for forward-mode derivatives, which creates ones as a plain tensor."""
-    with override_settings(plain="replicate"), beneath_patches():
-        return func(*args, **kwargs)
-
-
 class _Prod(torch.autograd.Function):
     """`apply(x, dim or None, keepdim, dtype or None)`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Any:
         ctx.dim, ctx.keepdim = dim, keepdim
-        given = (x,) if dim is None else (x, dim, keepdim)
-        out = (aten.prod.default if dim is None else aten.prod.dim_int)(*given, dtype=dtype)
+        out = _call(x, dim, keepdim, dtype)
         ctx.save_for_backward(x, out)
         return out
 
@@ -94,8 +91,7 @@ def _grad(grad: Any, x: Any, out: Any, dim: int | None, keepdim: bool) -> Any:
 def _zeros_in(x: Any) -> int:
     count = (x.detach() == 0).sum()
     if isinstance(count, DTensor):
-        full = gather(aten.prod.default, count)
-        count = full.ranks[0] if isinstance(full, PerRank) else full
+        count = first_rank(gather(aten.prod.default, count))
     return int(count.item()) if count.numel() else 0  # a rank that is not on the mesh has no elements
 
 

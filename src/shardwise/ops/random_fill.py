@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
-from shardwise.comm import PerRank, coord_of, is_simulated, members_of
+from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, members_of
 from shardwise.layout import Layout, LayoutError, owned
 from shardwise.random import (
-    Cells,
+    BlockIndices,
     bernoulli,
     cauchy,
     exponential,
@@ -29,7 +29,7 @@ from shardwise.tensor.implicit import to_layout
 from shardwise.tensor.seeding import draw_from
 from shardwise.torch_internals.tracing import is_recorded, needs_concrete_values
 
-__all__ = ["FILLS", "Generate", "check_all", "fill", "is_off_mesh", "value_of"]
+__all__ = ["FILLS", "UNUSED", "Generate", "check_all", "fill", "is_off_mesh", "value_of"]
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
     if not isinstance(x, DTensor):
         draw = draw_from(generator)
         if x.device.type != "meta":
-            _write(x, Cells(x.shape), generate, draw, [t.expand(x.shape) for t in others])
+            _write(x, BlockIndices(x.shape), generate, draw, [t.expand(x.shape) for t in others])
         return x
     _check_not_pending(func, x)
     if is_recorded(x._local_tensor):
@@ -67,11 +67,13 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
     if isinstance(block, PerRank):
         _write_all(block, x, generate, draw, read)
     elif (coord := coord_of(x.device_mesh)) is not None:
-        _write(block, Cells(x.shape, owned(x._spec.layout, coord)), generate, draw, read)
+        _write(block, BlockIndices(x.shape, owned(x._spec.layout, coord)), generate, draw, read)
     return x
 
 
-def _write(block: Tensor, cells: Cells, generate: Generate, draw: Draw, others: Sequence[Tensor]) -> None:
+def _write(
+    block: Tensor, cells: BlockIndices, generate: Generate, draw: Draw, others: Sequence[Tensor]
+) -> None:
     if block.is_contiguous() and not block.is_conj() and not block.is_neg():
         numbers = generate(draw, cells, block.dtype, block.device, *others, out=block)
     else:
@@ -90,7 +92,7 @@ def _write_all(block: PerRank, x: DTensor, generate: Generate, draw: Draw, other
             block.of_rank(rank).copy_(first[key])
             continue
         read = [t.of_rank(rank) if isinstance(t, PerRank) else t for t in others]
-        _write(block.of_rank(rank), Cells(x.shape, here), generate, draw, read)
+        _write(block.of_rank(rank), BlockIndices(x.shape, here), generate, draw, read)
         first[key] = block.of_rank(rank)
 
 
@@ -115,13 +117,14 @@ def _check(func: Any, x: Tensor, *args: Any) -> None:
     """Have torch check the arguments, on a tensor of one element; each combination once."""
     key = (func, x.dtype, args)
     if key not in _checked:
-        func(torch.empty(1, dtype=x.dtype), *args, generator=_unused)
+        func(torch.empty(1, dtype=x.dtype), *args, generator=UNUSED)
         if len(_checked) < 4096:
             _checked.add(key)
 
 
 _checked: set[Any] = set()
-_unused = torch.Generator()  # so that checking does not advance torch's default generator
+UNUSED = torch.Generator()
+"""For calls that only check arguments, so that they do not advance torch's default generator."""
 
 
 def _filling(func: Any, distribution: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -131,20 +134,15 @@ def _filling(func: Any, distribution: Callable[..., Tensor]) -> Callable[..., Te
     def run(x: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         given = (*args, *(kwargs.get(a.name, a.default) for a in parameters[len(args) :]))
         _check(func, x, *given)
-
-        def generate(
-            draw: Draw, cells: Cells, dtype: torch.dtype, device: Any, out: Tensor | None = None
-        ) -> Tensor:
-            return distribution(draw, cells, dtype, device, *given, out=out)
-
-        return fill(func, x, generate, generator)
+        numbers: Generate = lambda *where, out=None: distribution(*where, *given, out=out)  # noqa: E731
+        return fill(func, x, numbers, generator)
 
     return run
 
 
 def _any_integers(
     draw: Draw,
-    cells: Cells,
+    cells: BlockIndices,
     dtype: torch.dtype,
     device: Any,
     *bounds: int | None,
@@ -172,8 +170,7 @@ def check_all(func: Any, valid: Tensor, why: str) -> None:
 def value_of(func: Any, x: Tensor) -> Any:
     """The value of a tensor with one element, on all ranks, as a parameter of an op."""
     if isinstance(x, DTensor):
-        block = to_layout(func, x, Layout.replicated((), x._spec.layout.axes))._local_tensor
-        x = block.ranks[0] if isinstance(block, PerRank) else block
+        x = first_rank(to_layout(func, x, Layout.replicated((), x._spec.layout.axes))._local_tensor)
     return x.item()
 
 

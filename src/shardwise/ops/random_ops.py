@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.call.schema import op_info
 from shardwise.call.variants import writing_variant
 from shardwise.layout import Layout
-from shardwise.ops.random_fill import FILLS, Generate, check_all, fill, is_off_mesh, value_of
+from shardwise.ops.random_fill import FILLS, UNUSED, Generate, check_all, fill, is_off_mesh, value_of
 from shardwise.random import binomial, gamma, integers, poisson
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
@@ -37,16 +37,9 @@ def _like(fill_: Any, *fixed: Any) -> Callable[..., Tensor]:
 def _integers_like(x: Tensor, *bounds: Any, generator: Any = None, **kwargs: Any) -> Tensor:
     low, high = (0, *bounds)[-2:]
     high = int(high)  # a tensor with one element, in one overload
-    _check_bounds(low, high, kwargs.get("dtype") or x.dtype)
+    torch.randint(low, high, (1,), dtype=kwargs.get("dtype") or x.dtype, generator=UNUSED)  # for its errors
     out = torch.empty_like(x, **kwargs)
     return fill(aten.randint_like.default, out, partial(integers, low=low, high=high), generator)
-
-
-def _check_bounds(low: int, high: int, dtype: torch.dtype) -> None:
-    torch.randint(low, high, (1,), dtype=dtype, generator=_unused)
-
-
-_unused = torch.Generator()  # so that checking does not advance torch's default generator
 
 
 def _functional(fill_: Any) -> Callable[..., Tensor]:
@@ -77,24 +70,22 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
 
 
 def _by_parameters(distribution: Callable[..., Tensor]) -> Generate:
-    """Numbers from a distribution with parameters per element, in their dtype."""
-
-    def generate(
-        draw: Any, cells: Any, dtype: Any, device: Any, *parameters: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        return distribution(draw, cells, *parameters)
-
-    return generate
+    """Numbers from a distribution with parameters per element, in their dtype and on their device."""
+    return lambda draw, cells, dtype, device, *parameters, out=None: distribution(draw, cells, *parameters)
 
 
 def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
-    check_all(aten.poisson.default, rates >= 0, "invalid Poisson rate, expected rate to be non-negative")
+    valid = (rates >= 0) & rates.isfinite()
+    check_all(
+        aten.poisson.default, valid, "invalid Poisson rate, expected rate to be non-negative and finite"
+    )
     return fill(aten.poisson.default, torch.empty_like(rates), _by_parameters(poisson), generator, rates)
 
 
 def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
     func = aten.binomial.default
-    check_all(func, (count >= 0) & (count == count.floor()), "binomial expects non-negative integer counts")
+    valid = (count >= 0) & count.isfinite() & (count == count.floor())
+    check_all(func, valid, "binomial expects non-negative integer counts")
     check_all(func, (prob >= 0) & (prob <= 1), "binomial expects probabilities from 0 to 1")
     like = count + prob  # has the shape and layout of the result
     out = torch.empty_like(like, dtype=count.dtype)
@@ -102,10 +93,10 @@ def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
 
 
 def _gamma(alpha: Tensor, generator: Any = None) -> Tensor:
-    check_all(aten._standard_gamma.default, alpha > 0, "_standard_gamma expects positive concentrations")
-    return fill(
-        aten._standard_gamma.default, torch.empty_like(alpha), _by_parameters(gamma), generator, alpha
-    )
+    func = aten._standard_gamma.default
+    valid = (alpha > 0) & alpha.isfinite()
+    check_all(func, valid, "_standard_gamma expects positive and finite concentrations")
+    return fill(func, torch.empty_like(alpha), _by_parameters(gamma), generator, alpha)
 
 
 def _dirichlet(alpha: Tensor, generator: Any = None) -> Tensor:
@@ -190,7 +181,7 @@ def _check_weights(probs: Tensor, count: int, replacement: bool) -> None:
     # torch checks dims, dtype and counts, on one row of ones
     valid = probs.dim() in (1, 2) and probs.is_floating_point()
     row = (probs.shape[-1],) if valid else (1,) * probs.dim()
-    torch.multinomial(torch.ones(row, dtype=probs.dtype), count, replacement, generator=_unused)
+    torch.multinomial(torch.ones(row, dtype=probs.dtype), count, replacement, generator=UNUSED)
     if probs.numel() == 0 or is_off_mesh(probs):
         return
     check_all(

@@ -1,4 +1,4 @@
-"""Ops by which a program asks for values: `item()`, `bool()`, `equal`. They communicate because they are asked to."""
+"""Ops that return values to the program: `item()`, `bool()`, `equal`. It requests them, so the policy does not apply."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import PerRank, map_ranks
+from shardwise.comm import first_rank, map_ranks
 from shardwise.layout import Layout, Spec
-from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute import to_layout
 
@@ -21,11 +21,9 @@ aten = torch.ops.aten
 
 def _replicated(x: Any) -> Tensor:
     """The full tensor on each rank."""
-    return (
-        to_layout(x, Layout.replicated(x.shape, x._spec.layout.axes))._local_tensor
-        if isinstance(x, DTensor)
-        else x
-    )
+    if not isinstance(x, DTensor):
+        return x  # type: ignore[no-any-return]
+    return to_layout(x, Layout.replicated(x.shape, x._spec.layout.axes))._local_tensor
 
 
 def _item(x: Tensor) -> Any:
@@ -39,8 +37,7 @@ def _aligned(x: Tensor, y: Tensor) -> tuple[DTensor, DTensor]:
     if not (isinstance(x, DTensor) and isinstance(y, DTensor)):  # a plain tensor is replicated
         layout = Layout.replicated(x.shape, layout.axes)
     mesh = reference.device_mesh
-    wrapped = (t if isinstance(t, DTensor) else from_block(t, replicated_spec(t, mesh)) for t in (x, y))
-    a, b = (to_layout(t, layout) for t in wrapped)
+    a, b = (to_layout(t if isinstance(t, DTensor) else replicate(t, mesh), layout) for t in (x, y))
     return a, b
 
 
@@ -57,21 +54,15 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     layout = a._spec.layout
     replicated = Layout.replicated((), layout.axes)
     pending = replicated.with_partial(dict.fromkeys(layout.sharded, "min"))
-    verdict = to_layout(
-        DTensor(same, Spec(a.device_mesh, pending, torch.int32, torch.Size(()), ())), replicated
-    )
-    return bool(_first_rank(verdict._local_tensor).item())
-
-
-def _first_rank(block: Tensor) -> Tensor:
-    return block.ranks[0] if isinstance(block, PerRank) else block
+    verdict = DTensor(same, Spec(a.device_mesh, pending, torch.int32, torch.Size(()), ()))
+    return bool(first_rank(to_layout(verdict, replicated)._local_tensor).item())
 
 
 def _allclose(x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Whether two tensors are close: each rank compares its blocks, and one number is reduced."""
     if x.shape == y.shape:
         x, y = _aligned(x, y)
-    return bool(_first_rank(_replicated(torch.isclose(x, y, rtol, atol, equal_nan).all())).item())
+    return bool(first_rank(_replicated(torch.isclose(x, y, rtol, atol, equal_nan).all())).item())
 
 
 REQUESTS: dict[Any, Callable[..., Any]] = {

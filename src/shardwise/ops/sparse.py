@@ -11,7 +11,7 @@ from shardwise.call.fallback import run_on_full
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Run
 from shardwise.ops.sparse_dense import ON_BLOCKS
-from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import holds_sparse
 from shardwise.torch_internals.autograd import in_backward
@@ -41,7 +41,7 @@ def sparse_run(func: Any) -> Run:
         for t in OpCall(func, args, kwargs).written:
             # in-place ops may change the shape of sparse tensors
             if isinstance(t, DTensor) and holds_sparse(t) and t._local_tensor.shape != t.shape:
-                t.data = from_block(t._local_tensor, replicated_spec(t._local_tensor, t.device_mesh))
+                t.data = replicate(t._local_tensor, t.device_mesh)
         return result
 
     return run

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
-from shardwise.comm import cut_sparse, map_ranks, on_mesh, parts_of, places_in, sparse_of
+from shardwise.comm import cut_sparse, map_ranks, on_mesh, parts_of
+from shardwise.comm.sparse_parts import places_in, sparse_of
 from shardwise.layout import Factor, Layout, Spec, contiguous_stride
-from shardwise.tensor.construct import from_block, replicated_spec
+from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
 from shardwise.tensor.sparse_tensor import holds_sparse
@@ -67,7 +68,7 @@ def _sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     spec = Spec(x.device_mesh, pending, x.dtype, found.shape, contiguous_stride(found.shape))
     values = to_layout(func, DTensor(found, spec), replicated)._local_tensor
     result = map_ranks(_with_values, mask._local_tensor, values)
-    return from_block(result, replicated_spec(result, x.device_mesh))
+    return replicate(result, x.device_mesh)
 
 
 def _with_values(t: Tensor, values: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.call.arguments import tensors_in
 from shardwise.call.fallback import gather
-from shardwise.comm import PerRank, map_ranks
+from shardwise.call.operands import has_dtensor
+from shardwise.comm import first_rank, map_ranks
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.patches import KernelPatch
 
@@ -27,8 +27,7 @@ def _values(func: Any, x: Any) -> Any:
 
 def _coo_of_any_size(indices: Tensor, values: Tensor, **kwargs: Any) -> Any:
     """A sparse tensor whose size follows from its indices."""
-    known = _values(aten.sparse_coo_tensor.indices, indices)
-    rows = (known.ranks[0] if isinstance(known, PerRank) else known).tolist()
+    rows = first_rank(_values(aten.sparse_coo_tensor.indices, indices)).tolist()
     if any(n < 0 for row in rows for n in row):
         raise RuntimeError(
             "sparse_coo_tensor found a negative index.\n"
@@ -39,13 +38,9 @@ def _coo_of_any_size(indices: Tensor, values: Tensor, **kwargs: Any) -> Any:
     return aten.sparse_coo_tensor.indices_size(indices, values, size, **kwargs)
 
 
-def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(t, DTensor) for t in tensors_in([*args, *kwargs.values()]))
-
-
 def _checks_invariants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the program wants indices to be validated."""
-    return _has_dtensor(args, kwargs) and bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
+    return has_dtensor(args, kwargs) and bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
 
 
 def _checked(func: Any) -> Callable[..., Any]:
@@ -86,13 +81,13 @@ def sparse_patches() -> list[KernelPatch]:
     reads = "torch reads the values of the indices before any op runs"
     writes = "torch writes the result to a plain tensor"
     return [
-        KernelPatch(aten.sparse_coo_tensor.indices, _coo_of_any_size, reads, _has_dtensor),
+        KernelPatch(aten.sparse_coo_tensor.indices, _coo_of_any_size, reads, has_dtensor),
         *(
             KernelPatch(func, _checked(func), reads, _checks_invariants)
             for func in (aten.sparse_coo_tensor.indices_size, aten._sparse_coo_tensor_unsafe.default)
         ),
         *(
-            KernelPatch(func, _without_derivative(func), writes, _has_dtensor)
+            KernelPatch(func, _without_derivative(func), writes, has_dtensor)
             for func in (aten.smm.default, aten.sspaddmm.default)
         ),
     ]

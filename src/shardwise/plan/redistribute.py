@@ -65,9 +65,8 @@ def _search(source: Layout, target: Layout, itemsize: int, model: CostModel) -> 
             fix="Redistribute within one mesh, and keep the shape.",
         )
     if 0 in source.shape and source is not target:
-        return Plan(
-            source, target, (Slice(source, target),), itemsize
-        )  # without elements there is nothing to send
+        # without elements there is nothing to send
+        return Plan(source, target, (Slice(source, target),), itemsize)
     limit = max(largest_block(source), largest_block(target))
     tick = itertools.count()  # equal costs are taken in the order found, so that every rank chooses alike
     start: tuple[_Cost, int, Layout, tuple[Step, ...]] = ((0, 0.0, 0), next(tick), source, ())

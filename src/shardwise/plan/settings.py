@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.plan.cost import DEFAULT_COSTS, CostModel
@@ -48,43 +49,31 @@ _decisions: dict[tuple[CostModel, bool], Decisions] = {}
 
 
 def _decisions_for(model: CostModel, traced: bool) -> Decisions:
-    key = (model, traced)
-    if key not in _decisions:
-        _decisions[key] = Decisions(model, traced)
-    return _decisions[key]
+    return _decisions.setdefault((model, traced), Decisions(model, traced))
 
 
 def forget_decisions(*, plans: bool = True) -> None:
-    """Drop cached routes, and plans too unless told otherwise, so that every call is decided anew."""
+    """Drop cached routes, and cached plans unless `plans` is False, so that every call is decided anew."""
     for decisions in _decisions.values():
         decisions.routes.clear()
         if plans:
             decisions.plans.clear()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Settings:
-    """One set of settings; immutable. `routes` is that of its decisions, at hand for the hot path."""
-
-    __slots__ = ("decisions", "implicit", "plain", "routes")
+    """One set of settings. `routes` is that of `decisions`, one attribute less for the hot path to read."""
 
     implicit: Implicit
     plain: Plain
     decisions: Decisions
     routes: dict[int, Any]
 
-    def __init__(self, implicit: Implicit, plain: Plain, decisions: Decisions) -> None:
-        for name, value in (
-            ("implicit", implicit), ("plain", plain), ("decisions", decisions), ("routes", decisions.routes),
-        ):  # fmt: skip
-            object.__setattr__(self, name, value)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Settings are immutable; use override_settings({name}=...)")
-
-
-_DEFAULT = Settings("allow", "error", _decisions_for(DEFAULT_COSTS, False))
+_default = _decisions_for(DEFAULT_COSTS, False)
+_DEFAULT = Settings("allow", "error", _default, _default.routes)
 active: ContextVar[Settings | None] = ContextVar("shardwise_settings", default=None)
-active.set(_DEFAULT)  # for this thread; in others `inherited` is asked
+active.set(_DEFAULT)  # for this thread; others use `inherited`
 _publish: Callable[[Settings], None] = lambda settings: None  # noqa: E731
 _inherit: Callable[[], Settings | None] = lambda: None  # noqa: E731
 
@@ -92,7 +81,7 @@ _inherit: Callable[[], Settings | None] = lambda: None  # noqa: E731
 def share_with_other_threads(
     publish: Callable[[Settings], None], inherit: Callable[[], Settings | None]
 ) -> None:
-    """Install how threads that autograd starts learn the settings of the thread that called `backward`."""
+    """Set how threads that autograd starts get the settings of the thread that called `backward`."""
     global _publish, _inherit
     _publish, _inherit = publish, inherit
 
@@ -125,7 +114,7 @@ def override_settings(
     decisions = outer.decisions
     if model is not None or traced is not None:
         decisions = _decisions_for(model or decisions.model, decisions.traced if traced is None else traced)
-    inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions)
+    inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions, decisions.routes)
     token = active.set(inner)
     _publish(inner)
     try:

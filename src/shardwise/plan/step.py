@@ -129,9 +129,8 @@ class ReduceScatter(Step):
         return (self.group_size - 1) * elements_kept(self.target)
 
 
-@dataclass(
-    frozen=True, eq=False
-)  # plans come from a cache and are keys of others, so they compare by identity
+# eq=False: plans come from a cache and are keys of others, so they compare by identity
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The steps from one layout to another.
 

@@ -62,7 +62,6 @@ def choose(
     outputs: Sequence[Sequence[int]],
     itemsizes: Sequence[int],
     fixed: Sequence[Layout] = (),
-    model: CostModel | None = None,
     kept: Sequence[int] = (),
 ) -> Choice | None:
     """The cheapest choice that a rule allows, or None if there is none.
@@ -76,10 +75,9 @@ def choose(
         outputs: the shapes of the outputs.
         itemsizes: bytes per element of the inputs.
         fixed: layouts that the first inputs and outputs must have, because the op writes to them and returns them.
-        model: the cost model, by default the current one.
         kept: inputs that may not move, because the op writes to them.
     """
-    model = model or current_costs()
+    model = current_costs()
     found: list[tuple[tuple[float, int, int, int], Choice]] = []
     for number, (guess, choice) in enumerate(_choices(rule, layouts, outputs, itemsizes, model)):
         if choice is None or not _is_allowed(rule, choice, layouts, fixed, kept):
@@ -95,7 +93,7 @@ def choose(
     def cost(entry: tuple[tuple[float, int, int, int], Choice]) -> tuple[float, int, int, int]:
         (_, moved, held, number), choice = entry
         pairs = zip(layouts, choice.inputs, itemsizes, strict=True)
-        seconds = model.total(plan_redistribute(a, b, n, model) for a, b, n in pairs if a is not b)
+        seconds = model.total(plan_redistribute(a, b, n) for a, b, n in pairs if a is not b)
         return seconds, moved, held, number
 
     found.sort(key=lambda entry: entry[0])
@@ -121,31 +119,31 @@ def _is_allowed(
 def every_choice(
     rule: Rule | Listed, shapes: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], axes: Axes
 ) -> Iterator[Choice]:
-    """All that a rule allows on a mesh, whatever lies where: what a proof of the rule must try."""
+    """All choices that a rule allows on a mesh, for any layouts of the operands: what a proof of the rule runs."""
     layouts = [Layout.replicated(s, axes) for s in shapes]
     if isinstance(rule, Listed):
         combinations = itertools.product(rule.candidates, repeat=len(axes))
         found = [_listed(layouts, outputs, chosen) for chosen in combinations]
     else:
-        letters = dict.fromkeys(x for said in rule.inputs for x in said if x is not None)
+        letters = dict.fromkeys(x for one in rule.inputs for x in one if x is not None)
         roles = [_Role(letter=x) for x in letters]
         roles += [_Role(op=op, inputs=group) for group in rule.linear for op in ("sum", "avg")]
         roles += [_Role(op=op, inputs=frozenset({i})) for op in rule.monotone for i in range(len(shapes))]
         every = list(itertools.product([*roles, _NOTHING], repeat=len(axes)))
         found = [_choice(rule, layouts, outputs, r) for r in every]
         if len(axes) == 1:
-            found += [_choice(rule, _cut_inside(rule, layouts, r), outputs, r) for r in every]
+            found += [_choice(rule, _split_inner_factors(rule, layouts, r), outputs, r) for r in every]
     for choice in dict.fromkeys(found):
         if choice is not None and (rule.empty or not any(_has_empty(i) for i in choice.inputs)):
             yield choice
 
 
-def _cut_inside(rule: Rule, layouts: Sequence[Layout], roles: Sequence[_Role]) -> list[Layout]:
-    """Layouts in which the first axis splits its letter within parts of the dim, as a view may leave it."""
+def _split_inner_factors(rule: Rule, layouts: Sequence[Layout], roles: Sequence[_Role]) -> list[Layout]:
+    """Layouts in which the first axis splits an inner factor of its letter, as after a view."""
     letter = roles[0].letter
     out = []
-    for said, layout in zip(rule.inputs, layouts, strict=True):
-        at = next((d for d, x in enumerate(said) if x is not None and x == letter), None)
+    for letters, layout in zip(rule.inputs, layouts, strict=True):
+        at = next((d for d, x in enumerate(letters) if x is not None and x == letter), None)
         size = 0 if at is None else layout.shape[at]
         parts = next((n for n in range(2, size) if size % n == 0), None)
         if at is not None and parts is not None:
@@ -163,11 +161,11 @@ def _choices(
 ) -> Iterator[tuple[float, Choice | None]]:
     """The choices of a rule with their estimated cost, cheapest first."""
     blocks = [largest_block(t) * n for t, n in zip(layouts, itemsizes, strict=True)]
-    placements = [t.placements for t in layouts]
+    placements, on = [t.placements for t in layouts], layouts[0].axes
 
     def cost(axis: int, wanted: Sequence[Placement]) -> tuple[float, int]:
-        """What moving every input to its placement on one axis costs, and how many inputs it changes."""
-        on, seconds, changed = layouts[0].axes, 0.0, 0
+        """The cost of moving every input to its placement on one axis, and how many inputs it changes."""
+        seconds, changed = 0.0, 0
         for here, there, size in zip(placements, wanted, blocks, strict=True):
             seconds += _axis_seconds(here[axis], there, size, on, axis, model)
             changed += here[axis] != there
@@ -176,14 +174,13 @@ def _choices(
     if isinstance(rule, Listed):
         options = [
             [(cost(a, c.inputs) if n > 1 else (0.0, 0), c) for c in rule.candidates]
-            for a, n in enumerate(layouts[0].axes.sizes)
+            for a, n in enumerate(on.sizes)
         ]
         for guess, candidates in _cheapest_combinations(options):
             yield guess, _listed(layouts, outputs, candidates)
     else:
         roles = [
-            [(cost(a, _placements_of(rule, role)), role) for role in _roles(rule, layouts, a)]
-            for a in range(len(layouts[0].axes))
+            [(cost(a, _placements_of(rule, r)), r) for r in _roles(rule, layouts, a)] for a in range(len(on))
         ]
         for guess, chosen in _cheapest_combinations(roles):
             yield guess, _choice(rule, layouts, outputs, chosen)
@@ -232,7 +229,7 @@ def _placements_of(rule: Rule, role: _Role) -> list[Placement]:
 def _axis_seconds(
     here: Placement, there: Placement, size: int, on: Axes, axis: int, model: CostModel
 ) -> float:
-    """An estimate of changing a tensor's placement on one axis, from the bytes of its largest block; 0 if it is free."""
+    """The estimated cost of changing a tensor's placement on one axis, from the bytes of its largest block."""
     if here.is_replicate() or (here.is_partial() and there.is_partial()):
         return 0.0
     if isinstance(here, Shard) and isinstance(there, Shard) and here.dim == there.dim:
@@ -256,11 +253,11 @@ def _listed(
             tuple(Layout.of(s, axes, [c.outputs[i] for c in chosen]) for i, s in enumerate(outputs)),
         )
     except LayoutError:
-        return None  # reductions that do not mix
+        return None  # different reductions cannot be pending at once
 
 
 def _has_empty(layout: Layout) -> bool:
-    """Whether some rank has nothing of a dim of which there is something."""
+    """Whether some rank has an empty block of a tensor that is not empty."""
     sizes = layout.axes.sizes
     return any(
         f.size > 0 and low == high
@@ -271,7 +268,7 @@ def _has_empty(layout: Layout) -> bool:
 
 
 def _roles(rule: Rule, layouts: Sequence[Layout], axis: int) -> list[_Role]:
-    """The roles of an axis that the operands suggest, and last the one that does nothing."""
+    """The roles of an axis that occur in the layouts of the operands, and last the one that does nothing."""
     found: dict[_Role, None] = {}
     if layouts[0].axes.sizes[axis] > 1:
         for i, layout in enumerate(layouts):
@@ -297,52 +294,48 @@ def _choice(
             split.setdefault(role.letter, []).append(axis)
     dim_of = {letter: _dim_for(rule, layouts, letter, on) for letter, on in split.items()}
 
-    def dims(said: Letters, shape: Sequence[int]) -> list[Dim]:
-        return [
-            _of_size(dim_of[x], n, axes) if x in dim_of else (Factor(n),)
-            for x, n in zip(said, shape, strict=True)
-        ]
+    def dims(letters: Letters, shape: Sequence[int]) -> list[Dim]:
+        pairs = zip(letters, shape, strict=True)
+        return [_of_size(dim_of[x], n, axes) if x in dim_of else (Factor(n),) for x, n in pairs]
 
     passed = {a: rule.monotone.get(r.op, r.op) for a, r in enumerate(roles) if r.op is not None}
     reduced = {a: r.letter for a, r in enumerate(roles) if r.letter is not None and r.letter in rule.reduced}
 
-    def parts(i: int) -> dict[int, str]:
-        out = {a: r.op for a, r in enumerate(roles) if r.op is not None and i in r.inputs}
-        return out | {a: rule.reduced[x] for a, x in reduced.items() if i in rule.addends}
+    def input_layout(i: int) -> Layout:
+        partial = {a: r.op for a, r in enumerate(roles) if r.op is not None and i in r.inputs}
+        if i in rule.addends:
+            partial |= {a: rule.reduced[x] for a, x in reduced.items()}
+        return Layout(axes, dims(rule.inputs[i], layouts[i].shape), partial)
 
-    for number, (said, shape) in enumerate(zip(rule.outputs, outputs, strict=True)):
-        # an output that knows nothing of a split letter would be a guess, unless there is nothing in it
-        known = number in rule.alike or tuple(shape) == (0,)
-        if not known and any(x not in said and x not in rule.reduced for x in split):
+    def output_layout(i: int, shape: Sequence[int]) -> Layout:
+        if i in rule.alike:
+            return Layout.replicated(shape, axes)
+        letters = rule.outputs[i]
+        pending = {a: rule.reduced[x] for a, x in reduced.items() if x not in letters}
+        return Layout(axes, dims(letters, shape), passed | pending)
+
+    for i, (letters, shape) in enumerate(zip(rule.outputs, outputs, strict=True)):
+        # the layout of an output is unknown if it lacks a split letter that is not reduced, unless it is empty
+        known = i in rule.alike or tuple(shape) == (0,)
+        if not known and any(x not in letters and x not in rule.reduced for x in split):
             return None
     try:
-        ins = tuple(Layout(axes, dims(rule.inputs[i], t.shape), parts(i)) for i, t in enumerate(layouts))
-        outs = tuple(
-            Layout.replicated(s, axes)
-            if number in rule.alike
-            else Layout(
-                axes,
-                dims(said, s),
-                passed | {a: rule.reduced[x] for a, x in reduced.items() if x not in said},
-            )
-            for number, (said, s) in enumerate(zip(rule.outputs, outputs, strict=True))
+        return Choice(
+            tuple(input_layout(i) for i in range(len(layouts))),
+            tuple(output_layout(i, shape) for i, shape in enumerate(outputs)),
         )
     except LayoutError:
-        return None  # reductions that do not mix
-    return Choice(ins, outs)
+        return None  # different reductions cannot be pending at once
 
 
 def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[int]) -> Dim:
-    """How a letter is cut by some axes: as the operand that has most of them has it, the rest innermost."""
-    best: Dim = ()
-    rank = (-1, -1)
-    for said, layout in zip(rule.inputs, layouts, strict=True):
-        for d, x in enumerate(said):
-            if x == letter:
-                dim = tuple(Factor(f.size, tuple(a for a in f.axes if a in on)) for f in layout.dims[d])
-                here = (sum(len(f.axes) for f in dim), math.prod(layout.shape))
-                if here > rank:
-                    best, rank = dim, here
+    """How some axes split a letter: as in the operand that most of them split already, the others innermost."""
+    options: list[tuple[int, int, Dim]] = []
+    for letters, layout in zip(rule.inputs, layouts, strict=True):
+        for d in (d for d, x in enumerate(letters) if x == letter):
+            dim = tuple(Factor(f.size, tuple(a for a in f.axes if a in on)) for f in layout.dims[d])
+            options.append((sum(len(f.axes) for f in dim), math.prod(layout.shape), dim))
+    *_, best = max(options, key=lambda option: option[:2])
     missing = tuple(a for a in on if all(a not in f.axes for f in best))
     if missing:
         last = best[-1] if best else Factor(1)
@@ -353,26 +346,23 @@ def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[in
 
 
 def _of_size(dim: Dim, size: int, axes: Axes) -> Dim:
-    """A letter's cut for a dim of another size: several heads may share one. Then blocks must correspond."""
-    whole = math.prod(f.size for f in dim)
-    if whole == size:
+    """How a letter is split in a dim of another size, such as that of fewer key heads: only evenly."""
+    full = math.prod(f.size for f in dim)
+    if full == size:
         return dim
     on = dim[0].axes
     parts = math.prod(axes.sizes[a] for a in on)
-    if len(dim) > 1 or whole % parts or size % parts:
+    if len(dim) > 1 or full % parts or size % parts:
         raise LayoutError(
-            f"dims of {whole} and {size} are one letter.",
-            why=f"{parts} blocks of one do not go with those of the other",
-            fix="split what both can be divided by",
+            f"Dims of sizes {full} and {size} have one letter.",
+            why=f"They are not both split into {parts} equal blocks.",
+            fix="Split them by axes whose sizes divide both.",
         )
     return (Factor(size, on),)
 
 
-def choose_view(
-    layout: Layout, shape: Sequence[int], itemsize: int, model: CostModel | None = None
-) -> Choice:
+def choose_view(layout: Layout, shape: Sequence[int], itemsize: int) -> Choice:
     """The cheapest layout in which a tensor can be viewed in another shape: its own, or one with fewer axes."""
-    model = model or current_costs()
     axes = sorted(layout.sharded)
     for count in range(len(axes) + 1):
         options = []
@@ -382,10 +372,8 @@ def choose_view(
                 choice = Choice((fewer,), (view(fewer, shape),))
             except LayoutError:
                 continue
-            seconds = (
-                0.0 if fewer is layout else model.total([plan_redistribute(layout, fewer, itemsize, model)])
-            )
-            options.append((seconds, gone, choice))
+            plan = None if fewer is layout else plan_redistribute(layout, fewer, itemsize)
+            options.append((current_costs().total([plan]), gone, choice))
         if options:
             return min(options, key=lambda option: option[:2])[2]
     raise RuntimeError(f"{layout} cannot be viewed as {tuple(shape)}; please report this bug in shardwise")

@@ -31,9 +31,9 @@ class Window(NamedTuple):
         """The positions that a range of windows covers, which may extend beyond the dim; empty for an empty range."""
         first, last = windows
         start = first * self.stride - self.padding
-        return (
-            (start, start + (last - 1 - first) * self.stride + self.span) if last > first else (start, start)
-        )
+        if last <= first:
+            return start, start
+        return start, start + (last - 1 - first) * self.stride + self.span
 
     def touching(self, positions: Range, count: int) -> Range:
         """The range of those of `count` windows whose span overlaps a range of positions."""

@@ -5,7 +5,7 @@ words of a block to values by a recipe, and the other modules are recipes, writt
 of `numpy_or_torch` and `portable_math`.
 """
 
-from shardwise.random.block_indices import Cells
+from shardwise.random.block_indices import BlockIndices
 from shardwise.random.discrete import bernoulli, integers, random_range
 from shardwise.random.gamma import gamma
 from shardwise.random.inversion import cauchy, exponential, geometric
@@ -16,7 +16,7 @@ from shardwise.random.poisson_binomial import binomial, poisson
 from shardwise.random.uniform import uniform
 
 __all__ = [
-    "Cells",
+    "BlockIndices",
     "Draw",
     "bernoulli",
     "binomial",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwise.layout.errors import LayoutError
 
-__all__ = ["Cells"]
+__all__ = ["BlockIndices"]
 
 I64 = NDArray[np.int64]
 
@@ -18,39 +18,33 @@ MAX_ELEMENTS = 2**49
 """The largest tensor: Philox blocks have 48-bit numbers, and each yields two 64-bit words."""
 
 
-class Cells:
+class BlockIndices:
     """The elements of one block of a tensor: the tensor's shape, and per dim the global indices in the block.
 
     Without `indices`, the block is the full tensor. The block consists of `rows` runs of `run` consecutive elements
     each; adjacent elements are merged into one run, across dims where possible.
 
-    >>> Cells((4, 6), (range(2, 4), range(6)))
-    Cells (2, 6) of (4, 6): 1 x 12
-    >>> cells = Cells((4, 6), (range(4), [0, 1, 4, 5]))
-    >>> cells, cells.starts(0, 4)
-    (Cells (4, 4) of (4, 6): 8 x 2, array([ 0,  4,  6, 10]))
-    >>> cells.linear(6, 10)
+    >>> BlockIndices((4, 6), (range(2, 4), range(6)))
+    BlockIndices (2, 6) of (4, 6): 1 x 12
+    >>> block = BlockIndices((4, 6), (range(4), [0, 1, 4, 5]))
+    >>> block, block.starts(0, 4)
+    (BlockIndices (4, 4) of (4, 6): 8 x 2, array([ 0,  4,  6, 10]))
+    >>> block.linear(6, 10)
     array([10, 11, 12, 13])
     """
 
-    __slots__ = ("_base", "_outer", "full_shape", "indices", "numel", "rows", "run", "shape")
+    __slots__ = ("_base", "_outer", "full_shape", "numel", "per_dim", "rows", "run", "shape")
 
     def __init__(self, shape: Sequence[int], indices: Sequence[Sequence[int]] | None = None) -> None:
         self.full_shape = tuple(shape)
-        self.indices = tuple(range(n) for n in self.full_shape) if indices is None else tuple(indices)
-        if len(self.indices) != len(self.full_shape):
-            raise LayoutError(
-                f"Cells got indices for {len(self.indices)} dims and a tensor of shape {self.full_shape}.",
-                why=f"the tensor has {len(self.full_shape)} dims, and each needs its indices",
-                fix="pass one sequence of indices per dim, such as range(size) for an unsplit dim",
-            )
+        self.per_dim = tuple(range(n) for n in self.full_shape) if indices is None else tuple(indices)
         if (count := math.prod(self.full_shape)) > MAX_ELEMENTS:
             raise LayoutError(
                 f"Random numbers were requested for a tensor of shape {self.full_shape} with {count} elements.",
                 why="one call can number at most 2**49 elements",
                 fix="fill slices of the tensor in several calls: for part in x.split(rows): part.normal_()",
             )
-        self.shape = tuple(len(i) for i in self.indices)
+        self.shape = tuple(len(i) for i in self.per_dim)
         self.numel = math.prod(self.shape)
         self._outer: list[I64] = []
         self._base, self.run = 0, 1
@@ -60,7 +54,7 @@ class Cells:
 
     def _merge(self) -> None:
         stride, contiguous = 1, True  # contiguous: the dims inside this one form a single run
-        for size, index in zip(reversed(self.full_shape), reversed(self.indices), strict=True):
+        for size, index in zip(reversed(self.full_shape), reversed(self.per_dim), strict=True):
             starts: Sequence[int] | I64 = index
             if contiguous:
                 starts, length = _runs(index)
@@ -99,12 +93,12 @@ class Cells:
             out += starts[row]
         return out
 
-    def pairs(self) -> Cells:
+    def pairs(self) -> BlockIndices:
         """The same block of a complex tensor viewed as real, with a last dim of size 2."""
-        return Cells((*self.full_shape, 2), (*self.indices, range(2)))
+        return BlockIndices((*self.full_shape, 2), (*self.per_dim, range(2)))
 
     def __repr__(self) -> str:
-        return f"Cells {self.shape} of {self.full_shape}: {self.rows} x {self.run}"
+        return f"BlockIndices {self.shape} of {self.full_shape}: {self.rows} x {self.run}"
 
 
 def _array(index: Sequence[int] | I64) -> I64:

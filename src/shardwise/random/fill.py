@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -12,16 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.random.block_indices import Cells
+from shardwise.random.block_indices import BlockIndices
 from shardwise.random.philox import CHUNK, Draw, Workspace, counters, philox
 
-__all__ = ["Recipe", "at", "fill", "parts"]
+__all__ = ["Recipe", "at", "distribution", "fill", "parts"]
 
 _HALF = np.uint64(32)
-_LOW_PRECISION = (
-    torch.bfloat16,
-    torch.float16,
-)  # computed as float32, so that all paths round once and alike
+# computed as float32, so that all paths round once and alike
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Recipe(NamedTuple):
@@ -44,7 +43,7 @@ class Recipe(NamedTuple):
 
 def fill(
     draw: Draw,
-    cells: Cells,
+    indices: BlockIndices,
     recipe: Recipe,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -58,15 +57,33 @@ def fill(
     device = torch.device(device)
     if dtype.is_complex:
         real = None if out is None else torch.view_as_real(out)
-        real = fill(draw, cells.pairs(), recipe, dtype.to_real(), device, real)
+        real = fill(draw, indices.pairs(), recipe, dtype.to_real(), device, real)
         return torch.view_as_complex(real) if out is None else out
-    if out is not None and not (out.is_contiguous() and out.shape == cells.shape and out.dtype == dtype):
-        return out.copy_(fill(draw, cells, recipe, dtype, device))
+    if out is not None and not (out.is_contiguous() and out.shape == indices.shape and out.dtype == dtype):
+        return out.copy_(fill(draw, indices, recipe, dtype, device))
     if out is None:
-        out = torch.empty(cells.shape, dtype=dtype, device=device)
-    if cells.numel:
-        (_by_numpy if device.type == "cpu" else _by_torch)(draw, cells, recipe, out.detach())
+        out = torch.empty(indices.shape, dtype=dtype, device=device)
+    if indices.numel:
+        (_by_numpy if device.type == "cpu" else _by_torch)(draw, indices, recipe, out.detach())
     return out
+
+
+def distribution(recipe: Callable[..., Recipe]) -> Callable[..., Tensor]:
+    """Turn a function from a dtype and parameters to a recipe into one that returns the values of a block."""
+
+    @functools.wraps(recipe)
+    def sample(
+        draw: Draw,
+        indices: BlockIndices,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *parameters: Any,
+        out: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
+        return fill(draw, indices, recipe(dtype, *parameters, **named), dtype, device, out)
+
+    return sample
 
 
 def parts(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -105,17 +122,17 @@ class _Piece(NamedTuple):
     hi: int
 
 
-def _pieces(cells: Cells, per: int, chunk: int) -> Iterator[_Piece]:
+def _pieces(indices: BlockIndices, per: int, chunk: int) -> Iterator[_Piece]:
     """The pieces of a block that take up to `chunk` Philox blocks each."""
-    rows = chunk // _blocks_per_run(cells.run, per)
+    rows = chunk // _blocks_per_run(indices.run, per)
     if rows:
-        for row in range(0, cells.rows, rows):
-            yield _Piece(row, min(rows, cells.rows - row), 0, cells.run)
+        for row in range(0, indices.rows, rows):
+            yield _Piece(row, min(rows, indices.rows - row), 0, indices.run)
         return
-    for row in range(cells.rows):
+    for row in range(indices.rows):
         # pieces end at the end of a Philox block, so that none is computed twice
-        start = int(cells.starts(row, row + 1)[0]) % per
-        edges = [0, *range(chunk * per - start, cells.run, chunk * per), cells.run]
+        start = int(indices.starts(row, row + 1)[0]) % per
+        edges = [0, *range(chunk * per - start, indices.run, chunk * per), indices.run]
         for lo, hi in itertools.pairwise(edges):
             yield _Piece(row, 1, lo, hi)
 
@@ -124,18 +141,18 @@ def _blocks_per_run(run: int, per: int) -> int:
     return (run + 2 * per - 2) // per  # the most that a run can touch, wherever in a block it starts
 
 
-def _by_torch(draw: Draw, cells: Cells, recipe: Recipe, out: Tensor) -> None:
+def _by_torch(draw: Draw, indices: BlockIndices, recipe: Recipe, out: Tensor) -> None:
     per, flat = recipe.per_block, out.view(-1)
-    for piece in _pieces(cells, per, CHUNK if out.device.type == "cpu" else 2**20):
+    for piece in _pieces(indices, per, CHUNK if out.device.type == "cpu" else 2**20):
         length = piece.hi - piece.lo
-        starts = cells.starts(piece.row, piece.row + piece.rows) + piece.lo
+        starts = indices.starts(piece.row, piece.row + piece.rows) + piece.lo
         first = torch.from_numpy(starts).to(out.device)[:, None]
         n = _blocks_per_run(length, per)
         blocks = first // per + torch.arange(n, device=out.device)
         values = _torch_values(draw, blocks.view(-1), recipe).view(piece.rows, n * per)
         if out.dtype in _LOW_PRECISION:
             values = values.to(torch.float32)
-        begin = piece.row * cells.run + piece.lo
+        begin = piece.row * indices.run + piece.lo
         columns = first % per + torch.arange(length, device=out.device)
         flat[begin : begin + piece.rows * length].view(piece.rows, length).copy_(values.gather(1, columns))
 
@@ -153,25 +170,25 @@ def _torch_values(draw: Draw, blocks: Tensor, recipe: Recipe) -> Tensor:
     return value
 
 
-def _by_numpy(draw: Draw, cells: Cells, recipe: Recipe, out: Tensor) -> None:
+def _by_numpy(draw: Draw, indices: BlockIndices, recipe: Recipe, out: Tensor) -> None:
     memory = (out.view(torch.int16) if out.dtype == torch.bfloat16 else out).numpy().reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in _pieces(cells, recipe.per_block, CHUNK):
-            _fill_piece(piece, draw, cells, recipe, memory, out.dtype)
+        for piece in _pieces(indices, recipe.per_block, CHUNK):
+            _fill_piece(piece, draw, indices, recipe, memory, out.dtype)
 
 
 def _fill_piece(
-    piece: _Piece, draw: Draw, cells: Cells, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype
+    piece: _Piece, draw: Draw, indices: BlockIndices, recipe: Recipe, out: NDArray[Any], dtype: torch.dtype
 ) -> None:
     workspace, per = _workspace(), recipe.per_block
-    starts = cells.starts(piece.row, piece.row + piece.rows)
+    starts = indices.starts(piece.row, piece.row + piece.rows)
     length = piece.hi - piece.lo
     if piece.rows == 1:
         first = int(starts[0]) + piece.lo
         n = (first + length - 1) // per - first // per + 1
         blocks = workspace.block_range(first // per, n)
         values = _to_storage(_numpy_values(workspace, draw, blocks, recipe), dtype)
-        begin = piece.row * cells.run + piece.lo
+        begin = piece.row * indices.run + piece.lo
         out[begin : begin + length] = values[first % per : first % per + length]
         return
     phase = starts % per

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import Cells
+from shardwise.random.block_indices import BlockIndices
 from shardwise.random.normal import box_muller
 from shardwise.random.numpy_or_torch import sqrt_
 from shardwise.random.philox import Draw
@@ -16,16 +15,10 @@ __all__ = ["gamma"]
 
 
 @torch.no_grad()
-def gamma(draw: Draw, cells: Cells, alpha: Tensor) -> Tensor:
-    """A block of standard gamma numbers with shape parameters `alpha`, a tensor of the block's shape and dtype."""
-    if alpha.numel() and not bool(((alpha > 0) & alpha.isfinite()).all()):
-        raise LayoutError(
-            "gamma got a shape parameter that is not positive or not finite.",
-            why="the gamma distribution is defined for finite alpha > 0",
-            fix="clamp the parameters: alpha.clamp(min=torch.finfo(alpha.dtype).tiny)",
-        )
-    out = torch.empty(cells.numel, dtype=alpha.dtype, device=alpha.device)
-    for part, attempts, (shape,) in attempts_by_part(draw, cells, alpha):
+def gamma(draw: Draw, indices: BlockIndices, alpha: Tensor) -> Tensor:
+    """A block of standard gamma numbers with finite shape parameters `alpha` > 0, of the block's shape and dtype."""
+    out = torch.empty(indices.numel, dtype=alpha.dtype, device=alpha.device)
+    for part, attempts, (shape,) in attempts_by_part(draw, indices, alpha):
         small = shape < 1.0
         every = torch.arange(len(shape), device=shape.device)
         u, _ = attempts.uniforms(every)
@@ -34,7 +27,7 @@ def gamma(draw: Draw, cells: Cells, alpha: Tensor) -> Tensor:
         # gamma(a) is gamma(a + 1) * u**(1/a)
         value *= torch.where(small, exp(log(u) / shape), 1.0)
         out[part] = value.clamp_(min=torch.finfo(alpha.dtype).tiny)
-    return out.view(cells.shape)
+    return out.view(indices.shape)
 
 
 def _attempt(attempts: Attempts, positions: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:

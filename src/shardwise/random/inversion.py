@@ -6,38 +6,25 @@ import math
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import Cells
-from shardwise.random.fill import Recipe, fill
+from shardwise.random.fill import Recipe, distribution
 from shardwise.random.normal import half_open
 from shardwise.random.numpy_or_torch import Array, at_least, at_most, float_bits, select, signed, to_float
-from shardwise.random.philox import Draw
 from shardwise.random.portable_math import cos_sin, ln
 from shardwise.random.uniform import PRECISION, last_below, precision
 
 __all__ = ["cauchy", "exponential", "geometric"]
 
 
-def exponential(
-    draw: Draw,
-    cells: Cells,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    lambd: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
+@distribution
+def exponential(dtype: torch.dtype, lambd: float = 1.0) -> Recipe:
     """A block of exponential numbers with rate `lambd`, all greater than 0.
 
-    >>> bool((exponential(Draw(7, 0), Cells((100,)), torch.float32, lambd=2.0) > 0).all())
+    >>> from shardwise.random import BlockIndices, Draw
+    >>> bool((exponential(Draw(7, 0), BlockIndices((100,)), torch.float32, lambd=2.0) > 0).all())
     True
     """
     precision(dtype, "exponential")
-    if not lambd > 0:
-        raise LayoutError(
-            f"exponential got lambd={lambd}.", why="the rate must be positive", fix="pass lambd > 0"
-        )
     least = torch.finfo(dtype).smallest_normal if dtype != torch.float16 else 2.0**-24
 
     def values(word: Array) -> Array:
@@ -48,22 +35,12 @@ def exponential(
             out *= 1 / lambd
         return at_least(out, least)
 
-    return fill(draw, cells, Recipe(dtype == torch.float64, values), dtype, device, out)
+    return Recipe(dtype == torch.float64, values)
 
 
-def geometric(
-    draw: Draw,
-    cells: Cells,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    p: float = 0.5,
-    out: Tensor | None = None,
-) -> Tensor:
+@distribution
+def geometric(dtype: torch.dtype, p: float = 0.5) -> Recipe:
     """A block of the numbers of trials up to and including the first success, which has probability `p`."""
-    if not 0 < p <= 1:
-        raise LayoutError(
-            f"geometric got p={p}.", why="a probability of success must be in (0, 1]", fix="pass 0 < p <= 1"
-        )
     scale = 0.0 if p == 1 else -1 / math.log1p(-p)
     if dtype in PRECISION:
         most = torch.finfo(dtype).max
@@ -78,18 +55,11 @@ def geometric(
         out = np.ceil(out, out=out) if isinstance(out, np.ndarray) else out.ceil_()
         return at_most(at_least(out, 1.0), most)
 
-    return fill(draw, cells, Recipe(True, values), dtype, device, out)
+    return Recipe(True, values)
 
 
-def cauchy(
-    draw: Draw,
-    cells: Cells,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    median: float = 0.0,
-    sigma: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
+@distribution
+def cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Recipe:
     """A block of Cauchy numbers: tangents of a uniform angle.
 
     The highest bit of a word is the sign, the next one selects the tangent or the cotangent of an angle up to 45
@@ -116,4 +86,4 @@ def cauchy(
             out += median
         return out
 
-    return fill(draw, cells, Recipe(dtype == torch.float64, values), dtype, device, out)
+    return Recipe(dtype == torch.float64, values)

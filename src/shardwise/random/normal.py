@@ -5,70 +5,53 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
-from shardwise.random.block_indices import Cells
-from shardwise.random.fill import Recipe, fill
+from shardwise.random.fill import Recipe, distribution
 from shardwise.random.numpy_or_torch import Array, float_bits, signed, sqrt_, to_float, upper_bits
-from shardwise.random.philox import Draw
 from shardwise.random.portable_math import cos_sin, exp, ln
 from shardwise.random.uniform import precision
 
 __all__ = ["box_muller", "half_open", "log_normal", "normal"]
 
 
-def normal(
-    draw: Draw,
-    cells: Cells,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    mean: float = 0.0,
-    std: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
+@distribution
+def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Recipe:
     """A block of normal numbers; the parts of complex ones have half the variance each, as in torch.
 
-    >>> full = normal(Draw(7, 0), Cells((2, 3)), torch.float32)
-    >>> torch.equal(full[1:], normal(Draw(7, 0), Cells((2, 3), (range(1, 2), range(3))), torch.float32))
+    >>> from shardwise.random import BlockIndices, Draw
+    >>> full = normal(Draw(7, 0), BlockIndices((2, 3)), torch.float32)
+    >>> torch.equal(full[1:], normal(Draw(7, 0), BlockIndices((2, 3), (range(1, 2), range(3))), torch.float32))
     True
     """
     if dtype.is_complex:
-        recipe = _recipe(dtype.to_real(), 0.0, std * math.sqrt(0.5))
-        out = fill(draw, cells, recipe, dtype, device, out)
-        return out.add_(mean) if mean else out
-    return fill(draw, cells, _recipe(dtype, mean, std), dtype, device, out)
+        return _recipe(dtype.to_real(), (mean, 0.0), std * math.sqrt(0.5))
+    return _recipe(dtype, (mean, mean), std)
 
 
-def log_normal(
-    draw: Draw,
-    cells: Cells,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    mean: float = 1.0,
-    std: float = 2.0,
-    out: Tensor | None = None,
-) -> Tensor:
+@distribution
+def log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Recipe:
     """A block of numbers whose logarithms are normal with this mean and standard deviation."""
-    recipe = _recipe(dtype, mean, std)
+    recipe = _recipe(dtype, (mean, mean), std)
 
     def values(first: Array, second: Array) -> tuple[Array, Array]:
         value, other = recipe.values(first, second)
         return exp(value), exp(other)
 
-    return fill(draw, cells, recipe._replace(values=values), dtype, device, out)
+    return recipe._replace(values=values)
 
 
-def _recipe(dtype: torch.dtype, mean: float, std: float) -> Recipe:
+def _recipe(dtype: torch.dtype, means: tuple[float, float], std: float) -> Recipe:
+    """Normal numbers with one mean for the elements 2j and one for the elements 2j+1."""
     precision(dtype, "normal")
 
     def values(first: Array, second: Array) -> tuple[Array, Array]:
-        value, other = box_muller(first, second)
-        for out in (value, other):
+        pair = box_muller(first, second)
+        for out, mean in zip(pair, means, strict=True):
             if std != 1.0:
                 out *= std
             if mean != 0.0:
                 out += mean
-        return value, other
+        return pair
 
     return Recipe(dtype == torch.float64, values, paired=True)
 

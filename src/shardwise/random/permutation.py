@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import Cells
+from shardwise.random.block_indices import BlockIndices
 from shardwise.random.fill import Recipe, at, fill, parts
 from shardwise.random.philox import Draw
 
@@ -20,7 +20,7 @@ _WORDS = Recipe(True, lambda word: word)
 
 
 def permutation(
-    draw: Draw, cells: Cells, dtype: torch.dtype = torch.int64, device: torch.device | str = "cpu"
+    draw: Draw, indices: BlockIndices, dtype: torch.dtype = torch.int64, device: torch.device | str = "cpu"
 ) -> Tensor:
     """A block of a permutation of the integers below the number of elements of the full tensor.
 
@@ -28,12 +28,12 @@ def permutation(
     and below b, and each round adds to one digit a random function of the other. Results beyond the size are
     permuted again until they are within it.
 
-    >>> permutation(Draw(7, 0), Cells((8,)))
+    >>> permutation(Draw(7, 0), BlockIndices((8,)))
     tensor([0, 2, 5, 3, 4, 1, 7, 6])
-    >>> permutation(Draw(7, 0), Cells((8,), (range(2, 4),)))
+    >>> permutation(Draw(7, 0), BlockIndices((8,), (range(2, 4),)))
     tensor([5, 3])
     """
-    n = math.prod(cells.full_shape)
+    n = math.prod(indices.full_shape)
     if not dtype.is_floating_point and n - 1 > torch.iinfo(dtype).max:
         raise LayoutError(
             f"A permutation of {n} integers was requested as {dtype}.",
@@ -42,14 +42,14 @@ def permutation(
         )
     device = torch.device(device)
     if n <= _MAX_SORT:
-        words = fill(draw, Cells((n,)), _WORDS, torch.int64, device)
-        index = torch.from_numpy(cells.linear(0, cells.numel)).to(device)
-        return words.argsort(stable=True)[index].to(dtype).view(cells.shape)
-    out = torch.empty(cells.numel, dtype=dtype, device=device)
-    network = _Feistel(draw, n, cells.numel, device)
-    for lo, hi in parts(cells.numel, device):
-        out[lo:hi] = network(torch.from_numpy(cells.linear(lo, hi)).to(device))
-    return out.view(cells.shape)
+        words = fill(draw, BlockIndices((n,)), _WORDS, torch.int64, device)
+        index = torch.from_numpy(indices.linear(0, indices.numel)).to(device)
+        return words.argsort(stable=True)[index].to(dtype).view(indices.shape)
+    out = torch.empty(indices.numel, dtype=dtype, device=device)
+    network = _Feistel(draw, n, indices.numel, device)
+    for lo, hi in parts(indices.numel, device):
+        out[lo:hi] = network(torch.from_numpy(indices.linear(lo, hi)).to(device))
+    return out.view(indices.shape)
 
 
 class _Feistel:

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import Cells
+from shardwise.random.block_indices import BlockIndices
 from shardwise.random.numpy_or_torch import sqrt_
 from shardwise.random.philox import Draw
 from shardwise.random.rejection import Attempts, attempts_by_part, exp, log, positions_where, take
@@ -20,26 +19,20 @@ _INVERSION_MAX = 200  # no number of such a mean exceeds it, except by rounding
 
 
 @torch.no_grad()
-def poisson(draw: Draw, cells: Cells, rates: Tensor) -> Tensor:
-    """A block of Poisson numbers with these rates, a tensor of the block's shape and dtype.
+def poisson(draw: Draw, indices: BlockIndices, rates: Tensor) -> Tensor:
+    """A block of Poisson numbers with these finite rates >= 0, a tensor of the block's shape and dtype.
 
-    >>> poisson(Draw(7, 0), Cells((4,)), torch.tensor([0.0, 2.0, 50.0, 400.0]))
+    >>> poisson(Draw(7, 0), BlockIndices((4,)), torch.tensor([0.0, 2.0, 50.0, 400.0]))
     tensor([  0.,   1.,  54., 394.])
     """
-    if rates.numel() and not bool(((rates >= 0) & rates.isfinite()).all()):
-        raise LayoutError(
-            "poisson got a rate that is negative or not finite.",
-            why="the Poisson distribution is defined for finite rates >= 0",
-            fix="clamp the rates: rates.clamp(min=0)",
-        )
-    out = torch.empty(cells.numel, dtype=rates.dtype, device=rates.device)
-    for part, attempts, (rate,) in attempts_by_part(draw, cells, rates):
+    out = torch.empty(indices.numel, dtype=rates.dtype, device=rates.device)
+    for part, attempts, (rate,) in attempts_by_part(draw, indices, rates):
         value = torch.zeros_like(rate)
         small = rate < _INVERSION_MEAN
         _invert(attempts, positions_where(small), value, exp(-torch.where(small, rate, 0.0)), rate, None)
         attempts.until_accepted(positions_where(~small), value, _attempt_poisson, rate)
         out[part] = value
-    return out.view(cells.shape)
+    return out.view(indices.shape)
 
 
 def _invert(
@@ -82,16 +75,10 @@ def _attempt_poisson(attempts: Attempts, positions: Tensor, rate: Tensor) -> tup
 
 
 @torch.no_grad()
-def binomial(draw: Draw, cells: Cells, count: Tensor, prob: Tensor) -> Tensor:
+def binomial(draw: Draw, indices: BlockIndices, count: Tensor, prob: Tensor) -> Tensor:
     """A block of the numbers of successes in `count` trials of probability `prob`, tensors of the block's shape."""
-    if prob.numel() and not bool(((prob >= 0) & (prob <= 1) & (count >= 0) & count.isfinite()).all()):
-        raise LayoutError(
-            "binomial got a count that is negative or not finite, or a probability outside 0..1.",
-            why="the binomial distribution is defined for finite count >= 0 and 0 <= prob <= 1",
-            fix="clamp the parameters: count.clamp(min=0), prob.clamp(0, 1)",
-        )
-    out = torch.empty(cells.numel, dtype=count.dtype, device=count.device)
-    for part, attempts, (n, p) in attempts_by_part(draw, cells, count, prob):
+    out = torch.empty(indices.numel, dtype=count.dtype, device=count.device)
+    for part, attempts, (n, p) in attempts_by_part(draw, indices, count, prob):
         n = n.floor()
         flipped = p > 0.5
         p = torch.where(flipped, 1.0 - p, p)
@@ -102,7 +89,7 @@ def binomial(draw: Draw, cells: Cells, count: Tensor, prob: Tensor) -> Tensor:
         attempts.until_accepted(positions_where(~small), value, _attempt_binomial, n, p)
         value = torch.minimum(value, n)
         out[part] = torch.where(flipped, n - value, value)
-    return out.view(cells.shape)
+    return out.view(indices.shape)
 
 
 def _attempt_binomial(attempts: Attempts, positions: Tensor, n: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardwise.random.portable_math as portable_math
 from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import MAX_ELEMENTS, Cells
+from shardwise.random.block_indices import MAX_ELEMENTS, BlockIndices
 from shardwise.random.fill import parts
 from shardwise.random.normal import half_open
 from shardwise.random.philox import Draw, counters, philox
@@ -69,26 +69,19 @@ class Attempts:
 
 
 def attempts_by_part(
-    draw: Draw, cells: Cells, *parameters: Tensor
+    draw: Draw, indices: BlockIndices, *parameters: Tensor
 ) -> Iterator[tuple[slice, Attempts, list[Tensor]]]:
     """Per part of a block: its position, the attempts of its elements, and their parameters as float64."""
-    for tensor in parameters:
-        if tuple(tensor.shape) != cells.shape:
-            raise LayoutError(
-                f"Parameters of shape {tuple(tensor.shape)} were given for a block of shape {cells.shape}.",
-                why="each element of the block needs its own parameters",
-                fix=f"expand the parameters: parameters.expand({cells.shape})",
-            )
-    if 2 * math.prod(cells.full_shape) > MAX_ELEMENTS:
+    if 2 * math.prod(indices.full_shape) > MAX_ELEMENTS:
         raise LayoutError(
-            f"Numbers by rejection were requested for a tensor of shape {cells.full_shape}.",
+            f"Numbers by rejection were requested for a tensor of shape {indices.full_shape}.",
             why="each element uses a Philox block of its own, and there are 2**48 of them",
             fix="fill slices of the tensor in several calls: [torch.poisson(part) for part in rates.split(rows)]",
         )
     flat = [tensor.reshape(-1) for tensor in parameters]
     device = parameters[0].device
-    for lo, hi in parts(cells.numel, device):
-        index = torch.from_numpy(cells.linear(lo, hi)).to(device)
+    for lo, hi in parts(indices.numel, device):
+        index = torch.from_numpy(indices.linear(lo, hi)).to(device)
         yield slice(lo, hi), Attempts(draw, index), [tensor[lo:hi].to(torch.float64) for tensor in flat]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,22 +10,10 @@ from torch import Tensor
 
 from shardwise.random.philox import Draw, philox
 
-__all__ = ["borrowing", "draws_now"]
-
-_UNTAGGED = ("aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet")
+__all__ = ["with_seeded_generator"]
 
 
-def draws_now(name: str, tags: Collection[torch.Tag], dropout: float | None = None) -> bool:
-    """Whether a call of an op draws random numbers.
-
-    `name` is the op's name without overload, `tags` are its tags, and `dropout` is the value of its dropout
-    probability, or None if it has no such argument.
-    """
-    is_random = torch.Tag.nondeterministic_seeded in tags or name in _UNTAGGED
-    return is_random and (dropout is None or bool(dropout))
-
-
-def borrowing(func: Callable[..., Any], draw: Draw) -> Callable[..., Any]:
+def with_seeded_generator(func: Callable[..., Any], draw: Draw) -> Callable[..., Any]:
     """The op with torch's default generators seeded from the stream, unless the call passes a generator."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

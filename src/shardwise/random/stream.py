@@ -14,15 +14,15 @@ from torch import Tensor
 from shardwise.random.philox import Draw
 
 __all__ = [
-    "EVERYONE",
+    "WORLD",
     "State",
     "Stream",
-    "begin",
     "follow_torch_seed",
     "follow_torch_state",
     "own_stream",
     "restore",
     "snapshot",
+    "start_stream",
     "stream_of",
 ]
 
@@ -35,14 +35,14 @@ _lock = threading.Lock()  # two threads must not draw at the same position
 class Stream:
     """The seed and the position of the next draw.
 
-    `by_torch`: the seed is that of torch's generator, which may differ between processes. `met`: the meshes whose
+    `from_torch`: the seed is that of torch's generator, which may differ between processes. `agreed_meshes`: the meshes whose
     ranks have agreed on the seed since.
     """
 
     seed: int
     position: int = 0
-    by_torch: bool = False
-    met: frozenset[Hashable] = frozenset()
+    from_torch: bool = False
+    agreed_meshes: frozenset[Hashable] = frozenset()
 
     def next(self) -> Draw:
         """The draw of one call; advances the stream.
@@ -61,7 +61,7 @@ class Stream:
 
         The highest bit states that the ranks may have different seeds, on which they have not all agreed yet.
         """
-        unagreed = self.by_torch and EVERYONE not in self.met
+        unagreed = self.from_torch and WORLD not in self.agreed_meshes
         position = self.position | unagreed * _UNAGREED
         data = self.seed.to_bytes(8, "little") + position.to_bytes(8, "little")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -76,66 +76,63 @@ class Stream:
             )
         data = bytes(state.tolist())
         self.seed, position = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8))
-        self.position, self.by_torch, self.met = (
-            position & ~_UNAGREED,
-            bool(position & _UNAGREED),
-            frozenset(),
-        )
+        self.position, self.from_torch = position & ~_UNAGREED, bool(position & _UNAGREED)
+        self.agreed_meshes = frozenset()
 
 
 class State(NamedTuple):
     """A copy of all streams, and the seed of torch's generator that they have taken into account."""
 
     streams: dict[Hashable, Stream]
-    heeded: int
+    torch_seed: int
 
 
-EVERYONE = ()
+WORLD = ()
 # torch may have been seeded before this import, with different seeds on different ranks
-_streams: dict[Hashable, Stream] = {EVERYONE: Stream(torch.initial_seed(), by_torch=True)}
-_heeded = torch.initial_seed()
+_streams: dict[Hashable, Stream] = {WORLD: Stream(torch.initial_seed(), from_torch=True)}
+_torch_seed = torch.initial_seed()
 
 
-def stream_of(key: Hashable = EVERYONE) -> Stream:
+def stream_of(key: Hashable = WORLD) -> Stream:
     """The stream of a mesh that was given its own, or else the common stream."""
-    if key != EVERYONE and key in _streams:
+    if key != WORLD and key in _streams:
         return _streams[key]
-    if (seed := torch.initial_seed()) != _heeded:  # by a method of torch's generator, which calls no hook
+    if (seed := torch.initial_seed()) != _torch_seed:  # by a method of torch's generator, which calls no hook
         follow_torch_seed(seed)
-    return _streams[EVERYONE]
+    return _streams[WORLD]
 
 
 def own_stream(key: Hashable) -> Stream:
-    """The stream of this mesh alone, a new one if it has none; the common stream for EVERYONE."""
-    return stream_of() if key == EVERYONE else _streams.setdefault(key, Stream(0))
+    """The stream of this mesh alone, a new one if it has none; the common stream for WORLD."""
+    return stream_of() if key == WORLD else _streams.setdefault(key, Stream(0))
 
 
-def begin(key: Hashable, seed: int) -> None:
-    """Start the stream of a mesh, or the common stream for EVERYONE, from a seed that all ranks have given."""
-    global _heeded
+def start_stream(key: Hashable, seed: int) -> None:
+    """Start the stream of a mesh, or the common stream for WORLD, from a seed that all ranks have given."""
+    global _torch_seed
     _streams[key] = Stream(seed % _MODULUS)
-    if key == EVERYONE:
-        _heeded = torch.initial_seed()
+    if key == WORLD:
+        _torch_seed = torch.initial_seed()
 
 
 def follow_torch_seed(seed: int) -> None:
     """Start the common stream from the seed that torch's generator was given."""
-    global _heeded
-    _heeded = seed % _MODULUS
-    _streams[EVERYONE] = Stream(_heeded, by_torch=True)
+    global _torch_seed
+    _torch_seed = seed % _MODULUS
+    _streams[WORLD] = Stream(_torch_seed, from_torch=True)
 
 
 def snapshot() -> State:
     """A copy of all streams."""
-    return State({key: copy(stream) for key, stream in _streams.items()}, _heeded)
+    return State({key: copy(stream) for key, stream in _streams.items()}, _torch_seed)
 
 
 def restore(state: State) -> None:
     """Set all streams back to a snapshot."""
-    global _heeded, _streams
+    global _torch_seed, _streams
     # one assignment, because other threads may be drawing
     _streams = {key: copy(stream) for key, stream in state.streams.items()}
-    _heeded = state.heeded
+    _torch_seed = state.torch_seed
 
 
 def follow_torch_state(state: State | None) -> None:
@@ -143,8 +140,8 @@ def follow_torch_state(state: State | None) -> None:
 
     `state` is the snapshot from when torch's state was read. Without one, the streams continue where they are.
     """
-    global _heeded
+    global _torch_seed
     if state is None:
-        _heeded = torch.initial_seed()
+        _torch_seed = torch.initial_seed()
     else:
         restore(state)

@@ -5,32 +5,23 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from shardwise.layout.errors import LayoutError
-from shardwise.random.block_indices import Cells
-from shardwise.random.fill import Recipe, fill
+from shardwise.random.fill import Recipe, distribution
 from shardwise.random.numpy_or_torch import Array, at_most, to_float, upper_bits
-from shardwise.random.philox import Draw
 
 __all__ = ["PRECISION", "last_below", "precision", "uniform"]
 
 PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 
 
-def uniform(
-    draw: Draw,
-    cells: Cells,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    low: float = 0.0,
-    high: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
+@distribution
+def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Recipe:
     """A block of uniform numbers from `low` up to, but excluding, `high`.
 
-    >>> full = uniform(Draw(7, 0), Cells((2, 3)), torch.float32)
-    >>> block = uniform(Draw(7, 0), Cells((2, 3), (range(2), range(1, 3))), torch.float32)
+    >>> from shardwise.random import BlockIndices, Draw
+    >>> full = uniform(Draw(7, 0), BlockIndices((2, 3)), torch.float32)
+    >>> block = uniform(Draw(7, 0), BlockIndices((2, 3), (range(2), range(1, 3))), torch.float32)
     >>> torch.equal(full[:, 1:], block)
     True
     """
@@ -48,7 +39,7 @@ def uniform(
                 at_most(out, most)
         return out
 
-    return fill(draw, cells, Recipe(real == torch.float64, values), dtype, device, out)
+    return Recipe(real == torch.float64, values)
 
 
 def precision(dtype: torch.dtype, distribution: str) -> int:

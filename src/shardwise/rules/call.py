@@ -55,6 +55,10 @@ class Call:
             out.append(tuple(v.number for v in values if isinstance(v, Slot)))
         return out
 
+    def step(self, **changes: Any) -> Step:
+        """The step of a local program that runs the op with some of its arguments changed."""
+        return self.op, tuple({**self.args, **changes}.values()), {}
+
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
         """A dim argument as a non-negative index into `ndim` dims, by default those of the first tensor."""
         return int(self.args[name]) % max(len(self.shapes[0]) if ndim is None else ndim, 1)

@@ -27,25 +27,9 @@ from shardwise.rules.tables import (
 __all__ = ["REGISTERED", "TABLE", "printed", "row_of"]
 
 _FAMILIES = (
-    pointwise,
-    contraction,
-    reduction,
-    whole_dims,
-    view_and_cat,
-    indexing,
-    scatter,
-    creation,
-    linalg,
-    view_copies,
-    searchsorted,
-    convolution,
-    slicing,
-    spatial,
-    normalization,
-    loss,
-    attention,
-    embedding_bag,
-)
+    pointwise, contraction, reduction, whole_dims, view_and_cat, indexing, scatter, creation, linalg, view_copies,
+    searchsorted, convolution, slicing, spatial, normalization, loss, attention, embedding_bag,
+)  # fmt: skip
 
 
 def _join() -> dict[str, Row]:

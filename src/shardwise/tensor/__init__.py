@@ -4,28 +4,14 @@ from shardwise.plan.settings import share_with_other_threads
 from shardwise.random.stream import follow_torch_seed, follow_torch_state, snapshot
 from shardwise.tensor.construct import rebuild
 from shardwise.tensor.dtensor import DTensor, implementation
-from shardwise.tensor.errors import CommunicationError, MeshError, PlainTensorError
 from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
-from shardwise.tensor.policy import implicit_replication, policy
 from shardwise.tensor.redistribute import redistribute, to_layout
-from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.tensor.serialization import allow_loading
 from shardwise.torch_internals.rng import watch_torch_seeding
 from shardwise.torch_internals.thread_state import inherited_object, publish_object
 
-__all__ = [
-    "CommunicationError",
-    "DTensor",
-    "MeshError",
-    "PlainTensorError",
-    "fork_rng",
-    "get_rng_state",
-    "implicit_replication",
-    "manual_seed",
-    "policy",
-    "set_rng_state",
-]
+__all__ = ["DTensor"]
 
 implementation.from_local = from_local
 implementation.to_local = to_local

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from shardwise.comm import Pending
@@ -39,14 +37,6 @@ class AsyncDTensor(DTensor):
         else:
             self._local_tensor = block
         return self
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
-    ) -> AsyncDTensor:
-        # compiled code guards on the class of its inputs, so the class must not change
-        spec, requires_grad = context
-        return AsyncDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     @property
     def _local_tensor(self) -> Tensor:

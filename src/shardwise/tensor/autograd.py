@@ -15,14 +15,19 @@ from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, globa
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.redistribute import Redistribute, densified, grad_layout
+from shardwise.tensor.redistribute import Redistribute, densify, grad_layout
 from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["FromLocal", "ToLocal"]
+__all__ = ["FromLocal", "ToLocal", "join_blocks"]
 
 
 def _blocks(local: Tensor) -> tuple[Tensor, ...]:
     return local.ranks if isinstance(local, PerRank) else (local,)
+
+
+def join_blocks(ranks: tuple[int, ...] | None, blocks: tuple[Tensor, ...]) -> Tensor:
+    """The blocks of some simulated ranks as one tensor; without ranks, the only block."""
+    return blocks[0] if ranks is None else PerRank(dict(zip(ranks, blocks, strict=True)))
 
 
 class ToLocal(torch.autograd.Function):
@@ -44,13 +49,10 @@ class ToLocal(torch.autograd.Function):
         if given is None:
             return None, None
         spec: Spec = ctx.spec
-        layout, scale = (
-            (ctx.grads_layout, 1) if ctx.grads_layout is not None else _implied_gradient(spec.layout)
-        )
+        layout, scale = (ctx.grads_layout, 1) if ctx.grads_layout else _implied_gradient(spec.layout)
         if any(g is None for g in grads):
-            grads = tuple(
-                g if g is not None else _zero_grad(spec, r) for g, r in zip(grads, ctx.ranks, strict=True)
-            )
+            pairs = zip(grads, ctx.ranks, strict=True)
+            grads = tuple(_zero_grad(spec, r) if g is None else g for g, r in pairs)
         sparse = [is_sparse(g) for g in grads]
         if any(sparse) and (layout.sharded or layout.partial or not all(sparse)):
             grads = tuple(g.to_dense() for g in grads)  # sparse tensors are replicated only
@@ -98,10 +100,10 @@ class FromLocal(torch.autograd.Function):
         if spec.layout.partial and any(op in ("max", "min") for _, op in spec.layout.partial):
             ctx.save_for_backward(*blocks)
         if spec.stride is None:
-            return from_block(_joined(ranks, tuple(map(detached, blocks))), spec)
+            return from_block(join_blocks(ranks, tuple(map(detached, blocks))), spec)
         if ranks is None:
             return new_dtensor(DTensor, blocks[0].detach(), spec, False)  # type: ignore[no-any-return]
-        return DTensor(_joined(ranks, tuple(b.view_as(b) for b in blocks)), spec)
+        return DTensor(join_blocks(ranks, tuple(b.view_as(b) for b in blocks)), spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -110,7 +112,7 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_layout if ctx.grads_layout is not None else grad_layout(layout)
-        moved = Redistribute.apply(densified(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
+        moved = Redistribute.apply(densify(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank has its own share of a maximum or minimum, so gradients in a second backward pass add up
         shared = ctx.grads_layout is None and any(op in ("max", "min") for _, op in layout.partial)
         back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if shared else None
@@ -118,10 +120,6 @@ class FromLocal(torch.autograd.Function):
         if ctx.grads_layout is None and layout.partial:
             out = _gradient_of_terms(ctx, layout, out)
         return (None, None, None, *out)
-
-
-def _joined(ranks: tuple[int, ...] | None, blocks: tuple[Tensor, ...]) -> Tensor:
-    return blocks[0] if ranks is None else PerRank(dict(zip(ranks, blocks, strict=True)))
 
 
 def _gradient_of_terms(ctx: Any, layout: Layout, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -147,8 +145,8 @@ def _shares_of_extremum(
     mesh: DeviceMesh = spec.mesh
     target, itemsize = grad_layout(spec.layout), spec.dtype.itemsize
     with torch.no_grad():
-        value = run(plan_redistribute(spec.layout, target, itemsize), _joined(ranks, blocks), mesh)
+        value = run(plan_redistribute(spec.layout, target, itemsize), join_blocks(ranks, blocks), mesh)
         hits = tuple((b == e).to(spec.dtype) for b, e in zip(blocks, _blocks(value), strict=True))
         summed = spec.layout.with_partial({a: "sum" for a, _ in spec.layout.partial})
-        counts = run(plan_redistribute(summed, target, itemsize), _joined(ranks, hits), mesh)
+        counts = run(plan_redistribute(summed, target, itemsize), join_blocks(ranks, hits), mesh)
         return tuple(h / c for h, c in zip(hits, _blocks(counts), strict=True))

@@ -1,4 +1,4 @@
-"""Comparing what all ranks hold, before it is taken to be blocks of one tensor or the same everywhere."""
+"""Comparing the local tensors of all ranks, before they count as blocks of one tensor or as replicated."""
 
 from __future__ import annotations
 
@@ -10,31 +10,27 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import (
-    Coord,
-    PerRank,
-    Sent,
-    axes_of,
-    bytes_of,
-    coord_of,
-    group_of,
-    is_sparse,
-    members_of,
-    parts_of,
-)
+from shardwise.comm import Coord, PerRank, Sent, axes_of, coord_of, is_sparse, members_of, parts_of
+from shardwise.comm.codec import bytes_of
 from shardwise.comm.ledger import is_counting, record
+from shardwise.comm.mesh import group_of
 from shardwise.layout import Axes, Layout, LayoutError, Placement, Replicate, block_shape
 from shardwise.tensor.errors import PlainTensorError
 from shardwise.torch_internals.collectives import all_gather, wait
 
-__all__ = ["check_equal", "checked_shape", "digest_bytes", "inferred_shape"]
+__all__ = ["check_equal", "checked_shape", "digest_bytes"]
 
 _MAX_DIMS = 16
 _Row = tuple[int, ...]  # dtype, ndim, shape padded to _MAX_DIMS, digest of the values
 
 
 def checked_shape(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+    *,
+    values: bool = True,
 ) -> tuple[int, ...]:
     """The global shape of the blocks of all ranks, after comparing them; all ranks come to the same result.
 
@@ -43,9 +39,10 @@ def checked_shape(
         mesh: the mesh; each of its ranks takes part in one all-gather.
         placements: one per axis.
         shape: the global shape, or None to infer it from the blocks, uneven ones too.
+        values: whether to compare values along axes that replicate the tensor, not only shapes and dtypes.
     """
     axes = axes_of(mesh)
-    rows = _gather_rows(local, mesh)
+    rows = _gather_rows(local, mesh, values)
     if rows is None:
         return tuple(shape) if shape is not None else tuple(local.shape)
     first = next(iter(rows.values()))
@@ -64,18 +61,6 @@ def checked_shape(
     return full
 
 
-def inferred_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The global shape of the blocks of all ranks, uneven ones too; their values are not compared."""
-    rows = _gather_rows(local, mesh, values=False)
-    if rows is None:
-        return tuple(local.shape)
-    axes = axes_of(mesh)
-    shapes = {c: row[2 : 2 + row[1]] for c, row in rows.items()}
-    full = _full_shape(shapes, axes, placements)
-    _check_shapes(shapes, Layout.of(full, axes, placements))
-    return full
-
-
 def check_equal(plain: Tensor, mesh: DeviceMesh, what: str) -> None:
     """Raise on all ranks if a plain tensor is not the same on every rank of a mesh; one all-gather of a digest."""
     rows = _gather_rows(plain, mesh)
@@ -87,9 +72,9 @@ def check_equal(plain: Tensor, mesh: DeviceMesh, what: str) -> None:
     if differing:
         raise PlainTensorError(
             f"{what} got a plain tensor of shape {tuple(plain.shape)} that differs between ranks: at "
-            f"{', '.join(_at(axes, c) for c in differing[:4])} it is not what it is at {_at(axes, first)}.",
+            f"{', '.join(_at(axes, c) for c in differing[:4])} it is not equal to that at {_at(axes, first)}.",
             why="A plain tensor beside a DTensor counts as replicated, so every rank must hold the same values.",
-            fix="Say how it is laid out: DTensor.from_local(t, mesh, placements), or make it equal on all ranks.",
+            fix="State its layout: DTensor.from_local(t, mesh, placements), or make it equal on all ranks.",
         )
 
 

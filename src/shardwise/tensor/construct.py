@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, current_mesh, is_sparse, on_mesh
+from shardwise.comm import axes_of, current_mesh, first_rank, is_sparse, members_of, on_mesh, spread
 from shardwise.layout import (
     Layout,
     LayoutError,
@@ -31,6 +31,7 @@ __all__ = [
     "from_function",
     "layout_for",
     "rebuild",
+    "replicate",
     "replicated_spec",
     "size_of",
     "stride_of",
@@ -53,9 +54,7 @@ def rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> D
 
 def stride_of(local: Tensor) -> tuple[int, ...] | None:
     """The strides of a block as a spec has them; None for a sparse one."""
-    if is_sparse(local):
-        return None
-    return tuple(local.ranks[0].stride() if isinstance(local, PerRank) else local.stride())
+    return None if is_sparse(local) else tuple(first_rank(local).stride())
 
 
 def replicated_spec(full: Tensor, mesh: DeviceMesh) -> Spec:
@@ -64,9 +63,15 @@ def replicated_spec(full: Tensor, mesh: DeviceMesh) -> Spec:
     return Spec(mesh, layout, full.dtype, full.shape, stride_of(full))
 
 
+def replicate(full: Tensor, mesh: DeviceMesh, *, simulated: bool = False) -> DTensor:
+    """The DTensor of a tensor that every rank of a mesh holds in full; `simulated`: give each rank its own copy."""
+    block = spread(full, list(members_of(mesh))) if simulated else full
+    return from_block(block, replicated_spec(full, mesh))
+
+
 def empty_like_block(t: Tensor) -> Tensor:
     """The block of a rank that is not on the mesh: it has no elements."""
-    first = t.ranks[0] if isinstance(t, PerRank) else t
+    first = first_rank(t)
     return torch.zeros_like(first).requires_grad_(False) if is_sparse(first) else first.new_empty(0)
 
 
@@ -125,6 +130,5 @@ def from_function(
         if block is None:
             block = torch.empty(0, dtype=dtype)
     size = torch.Size(layout.shape)
-    return DTensor(
-        block, Spec(mesh, layout, dtype, size, contiguous_stride(size)), requires_grad=requires_grad
-    )
+    spec = Spec(mesh, layout, dtype, size, contiguous_stride(size))
+    return DTensor(block, spec, requires_grad=requires_grad)

@@ -44,7 +44,7 @@ def _is_simple(index: Any) -> bool:
 
 
 class DTensor(torch.Tensor):
-    """A tensor whose blocks are distributed over a mesh of devices, as its layout says.
+    """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw
     >>> with sw.simulate(4):
@@ -101,7 +101,7 @@ class DTensor(torch.Tensor):
         if not isinstance(new, DTensor):
             raise TypeError(
                 f"The data of a DTensor was set to a {type(new).__name__}.\n"
-                "  why: A plain tensor does not say how it is laid out on the mesh.\n"
+                "  why: The layout of a plain tensor on the mesh is unknown.\n"
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ class DTensor(torch.Tensor):
         if other._source is None:
             self._local_tensor = other._local_tensor
         else:
-            self.__class__ = type(other)  # type: ignore[assignment]
+            self.__class__ = type(other)
             self._local_tensor = other._source
         self._spec = other._spec
 
@@ -219,12 +219,12 @@ class DTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
         return ["_local_tensor"], (self._spec, self.requires_grad)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec, requires_grad = context
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        return cls(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The gradient in the layout that compiled code assumes before it has seen one: without pending reductions."""

@@ -1,4 +1,4 @@
-"""Errors about tensors: meshes that do not match, and communication or plain tensors that were not asked for."""
+"""Errors about tensors: different meshes, communication that the policy forbids, and plain tensors beside DTensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CommunicationError", "MeshError", "PlainTensorError", "mixed_tensors
 
 # NotImplementedError is what torch raises here, and what programs written for it catch.
 class MeshError(LayoutError, NotImplementedError):
-    """Tensors on different meshes met in one op, or a tensor was to move to another mesh."""
+    """The tensors of one op are on different meshes, or a redistribution names another mesh than the tensor's."""
 
 
 class CommunicationError(LayoutError):
@@ -21,7 +21,7 @@ class CommunicationError(LayoutError):
 
 
 class PlainTensorError(LayoutError):
-    """A plain tensor met a DTensor, and nothing says how it is laid out; or it differs between ranks."""
+    """The layout of a plain tensor beside a DTensor is unknown, or the plain tensor differs between ranks."""
 
 
 def mixed_tensors_error(func: Any, plain: Tensor, spec: Spec) -> PlainTensorError:
@@ -29,7 +29,7 @@ def mixed_tensors_error(func: Any, plain: Tensor, spec: Spec) -> PlainTensorErro
     return PlainTensorError(
         f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor: "
         f"a plain tensor of shape {tuple(plain.shape)} beside {spec}.",
-        why="Nothing says whether the plain tensor is replicated, a block, or a partial value.",
+        why="It is unknown whether the plain tensor is replicated, a block, or a partial value.",
         fix="Wrap it: distribute_tensor(t, mesh, [Replicate()]) or DTensor.from_local(t, mesh, placements); or declare all "
         'plain tensors replicated: with policy(plain="replicate"): ...',
     )

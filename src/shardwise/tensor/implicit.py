@@ -48,7 +48,7 @@ def to_layout(op: Any, x: DTensor, target: Layout) -> DTensor:
 
 @contextmanager
 def communication(op: Any, plans: Sequence[Plan | None]) -> Iterator[None]:
-    """Apply the policy to everything that a call is about to send; inside the block it is not asked again."""
+    """Apply the policy to everything that a call is about to send; inside the block it is not applied again."""
     enforce_policy(op, plans)
     token = _approved.set(True)
     try:
@@ -58,7 +58,7 @@ def communication(op: Any, plans: Sequence[Plan | None]) -> Iterator[None]:
 
 
 def enforce_policy(op: Any, plans: Sequence[Plan | None]) -> None:
-    """Refuse or warn of what an op would send, as the policy says."""
+    """Refuse or warn of what an op would send, according to the policy."""
     if current_settings().implicit == "allow" or _approved.get():
         return
     moving = [plan for plan in plans if plan is not None and plan.collectives]

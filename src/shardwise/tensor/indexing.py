@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import PerRank, members_of, spread
 from shardwise.plan.settings import current_settings
-from shardwise.tensor.construct import from_block, replicated_spec
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.construct import replicate
+from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.tensor.errors import mixed_tensors_error
 
 __all__ = ["replicated_index"]
@@ -39,8 +38,7 @@ def _replicated(x: DTensor, index: Any) -> Any:
         plain = plain.long()  # an empty list indexes nothing
     if plain.dim() == 0:
         return index
-    block = spread(plain, list(members_of(x.device_mesh))) if isinstance(x._local_tensor, PerRank) else plain
-    return from_block(block, replicated_spec(plain, x.device_mesh))
+    return replicate(plain, x.device_mesh, simulated=is_simulated_tensor(x))
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -17,6 +17,7 @@ from shardwise.comm import (
     coord_of,
     current_mesh,
     detached,
+    first_rank,
     is_simulated,
     is_sparse,
     members_of,
@@ -33,7 +34,7 @@ from shardwise.layout import (
     global_shape,
     global_stride,
 )
-from shardwise.tensor.autograd import FromLocal, ToLocal
+from shardwise.tensor.autograd import FromLocal, ToLocal, join_blocks
 from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
@@ -80,26 +81,18 @@ def from_local(
     if isinstance(local, PerRank):
         local = _blocks_on(local, mesh)
     given = (placements, shape, stride)
+    simulated = is_simulated() or isinstance(local, PerRank)
     cacheable = all(x is None or isinstance(x, Sequence) for x in given)  # others raise in `_spec`
-    if (
-        run_check
-        or is_simulated()
-        or isinstance(local, PerRank)
-        or not cacheable
-        or local.layout is not _STRIDED
-    ):
+    if run_check or simulated or not cacheable or local.layout is not _STRIDED:
         spec = _spec(local, mesh, placements, run_check, shape, stride)
     else:
         known = tuple([None if x is None else tuple(x) for x in given])
         key = (known, local.shape, local.stride(), local.dtype, local.device)
         spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
     grads = None if grad_placements is None else _grads_layout(spec.layout, grad_placements, "from_local")
-    if isinstance(local, PerRank) or is_simulated():
+    if simulated:
         ranks = tuple(members_of(mesh))
-        if isinstance(local, PerRank):
-            blocks = tuple(local.of_rank(r) for r in ranks)
-        else:
-            blocks = _Spread.apply(local, len(ranks))  # type: ignore[no-untyped-call]
+        blocks = local.ranks if isinstance(local, PerRank) else _Spread.apply(local, len(ranks))  # type: ignore[no-untyped-call]
         return FromLocal.apply(spec, grads, ranks, *blocks)  # type: ignore[no-any-return, no-untyped-call]
     if coord_of(mesh) is None:
         # a rank that is not on the mesh holds no elements, whatever was passed
@@ -135,7 +128,7 @@ def _spec(
         if isinstance(p, Partial):
             check_reducible(local.dtype, p.reduce_op)
     layout = _layout(local, mesh, placements, run_check, shape)
-    first = local.ranks[0] if isinstance(local, PerRank) else local
+    first = first_rank(local)
     if is_sparse(local):
         check_replicated(layout, "from_local")
         return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), None)
@@ -205,26 +198,24 @@ def _layout(
     shape: Sequence[int] | None,
 ) -> Layout:
     """The layout of the DTensor with this block, after comparing the block's shape with it."""
-    axes = axes_of(mesh)
+    axes, members = axes_of(mesh), members_of(mesh)
     if run_check and mesh.size() > 1:
         shape = checked_shape(local, mesh, placements, shape)
-    blocks = dict(local._blocks) if isinstance(local, PerRank) else {}
-    first = next(iter(blocks.values())) if blocks else local
     if shape is None:
+        first = first_rank(local)
         shape = global_shape(Layout.of(first.shape, axes, placements), first.shape)
     layout = Layout.of(shape, axes, placements)
-    if blocks:
-        places = {r: c for r, c in members_of(mesh).items() if r in blocks}
+    if isinstance(local, PerRank):
+        blocks = local._blocks
+    elif is_simulated():
+        blocks = dict.fromkeys(members, local)
     else:
-        me = coord_of(mesh)
-        places, blocks = ({}, {}) if me is None else ({mesh.get_rank(): me}, {mesh.get_rank(): local})
-        if is_simulated():
-            places, blocks = members_of(mesh), dict.fromkeys(members_of(mesh), local)
-    for rank, coord in places.items():
-        if tuple(blocks[rank].shape) != block_shape(layout, coord):
+        blocks = {} if coord_of(mesh) is None else {mesh.get_rank(): local}
+    for rank, block in blocks.items():
+        expected = block_shape(layout, members[rank])
+        if tuple(block.shape) != expected:
             raise LayoutError(
-                f"Rank {rank} has a block of shape {tuple(blocks[rank].shape)} where {layout} has one of "
-                f"{block_shape(layout, coord)}.",
+                f"Rank {rank} has a block of shape {tuple(block.shape)} where {layout} has one of {expected}.",
                 why="Dims are split as torch.chunk splits: equal blocks rounded up, the last ones smaller or empty.",
                 fix="Pass the global shape=, or use distribute_tensor on the full tensor.",
             )
@@ -235,15 +226,10 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `DTensor.to_local`."""
     grads = None if grad_placements is None else _grads_layout(x._spec.layout, grad_placements, "to_local")
     local = x._local_tensor
+    result = local
     if torch.is_grad_enabled():
-        blocks = ToLocal.apply(x, grads)  # type: ignore[no-untyped-call]
-        result = (
-            PerRank(dict(zip(local._blocks, blocks, strict=True)))
-            if isinstance(local, PerRank)
-            else blocks[0]
-        )
-    else:
-        result = local
+        ranks = tuple(local._blocks) if isinstance(local, PerRank) else None
+        result = join_blocks(ranks, ToLocal.apply(x, grads))  # type: ignore[no-untyped-call]
     if is_parameter(x) and not isinstance(result, PerRank):
         # the block of a parameter is a parameter; a new tensor is marked, and not the block itself
         result = detached(result) if result is local else result

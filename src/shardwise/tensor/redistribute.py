@@ -25,7 +25,7 @@ from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["Redistribute", "densified", "grad_layout", "redistribute", "to_layout"]
+__all__ = ["Redistribute", "densify", "grad_layout", "redistribute", "to_layout"]
 
 
 def redistribute(
@@ -44,14 +44,14 @@ def redistribute(
     if axes is None:
         target = Layout.replicated(spec.layout.shape, spec.layout.axes)
     else:
-        target = _target(spec.layout, *_given(placements, axes))
+        target = _target(spec.layout, *_check_target(placements, axes))
     if target.partial:
         for _, op in target.partial:
             check_reducible(forward_dtype or spec.dtype, op)
     dtype = forward_dtype or spec.dtype
     if torch.is_grad_enabled() and (x.requires_grad or has_tangent(x)):
         return Redistribute.apply(x, target, async_op, dtype, backward_dtype or spec.dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return _redistributed(x, target, async_op, dtype)
+    return _redistribute(x, target, async_op, dtype)
 
 
 def _check_mesh(x: DTensor, mesh: object) -> None:
@@ -69,7 +69,7 @@ def _check_mesh(x: DTensor, mesh: object) -> None:
         )
 
 
-def _given(
+def _check_target(
     placements: Sequence[Placement] | None, axes: Mapping[str, Placement]
 ) -> tuple[tuple[Placement, ...] | None, tuple[tuple[str, Placement], ...]]:
     if placements is None and not axes:
@@ -115,7 +115,7 @@ def to_layout(x: DTensor, target: Layout) -> DTensor:
     return new_dtensor(DTensor, local, spec.with_layout(target, contiguous_stride(target.shape)), False)  # type: ignore[no-any-return]
 
 
-def _redistributed(x: DTensor, target: Layout, async_op: bool, dtype: torch.dtype) -> DTensor:
+def _redistribute(x: DTensor, target: Layout, async_op: bool, dtype: torch.dtype) -> DTensor:
     """A new DTensor in another layout and dtype, beneath autograd."""
     spec = x._spec
     if spec.stride is None:
@@ -140,24 +140,20 @@ class Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any, x: DTensor, target: Layout, async_op: bool, forward: torch.dtype, backward: torch.dtype
     ) -> DTensor:
-        ctx.source, ctx.dtype, ctx.dtypes, ctx.async_op = (
-            x._spec.layout,
-            x.dtype,
-            (forward, backward),
-            async_op,
-        )
-        return _redistributed(x, target, async_op, forward)
+        ctx.source, ctx.dtype, ctx.dtypes = x._spec.layout, x.dtype, (forward, backward)
+        ctx.async_op = async_op
+        return _redistribute(x, target, async_op, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         forward, backward = ctx.dtypes
         target = grad_layout(ctx.source)
-        out = Redistribute.apply(densified(grad, target), target, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
+        out = Redistribute.apply(densify(grad, target), target, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
         return (out if out.dtype == ctx.dtype else out.to(ctx.dtype)), None, None, None, None
 
 
-def densified(grad: Any, target: Layout) -> Any:
+def densify(grad: Any, target: Layout) -> Any:
     """A gradient that can be redistributed to a layout: dense, unless the layout is one that sparse tensors have."""
     if grad._spec.stride is not None or grad._spec.layout is target:
         return grad

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerMesh, agreed, axes_of, coord_of, is_simulated, siblings_of
+from shardwise.comm import PerMesh, axes_of, coord_of, is_simulated, siblings_of
+from shardwise.comm.broadcast_seed import broadcast_seed
 from shardwise.random.philox import Draw
-from shardwise.random.stream import EVERYONE, begin, own_stream, restore, snapshot, stream_of
+from shardwise.random.stream import WORLD, own_stream, restore, snapshot, start_stream, stream_of
 from shardwise.tensor.implicit import announce
 
 __all__ = ["draw_from", "fork_rng", "get_rng_state", "manual_seed", "next_draw", "set_rng_state"]
@@ -58,7 +59,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
             "  why: A seed has 64 bits.\n"
             "  fix: Use a number from -2**63 to 2**64 - 1."
         )
-    begin(EVERYONE if device_mesh is None else _key(device_mesh), number)
+    start_stream(_key(device_mesh), number)
 
 
 def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
@@ -69,7 +70,7 @@ def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
 
     Nothing is communicated.
     """
-    return stream_of(EVERYONE if device_mesh is None else _key(device_mesh)).to_bytes()
+    return stream_of(_key(device_mesh)).to_bytes()
 
 
 def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> None:
@@ -91,7 +92,7 @@ def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> N
     >>> torch.equal(first, sw.rand(3))
     True
     """
-    own_stream(EVERYONE if device_mesh is None else _key(device_mesh)).set_bytes(new_state)
+    own_stream(_key(device_mesh)).set_bytes(new_state)
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def fork_rng(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         if enabled:  # a seed that torch's generator got inside the block, and keeps, is not noticed later
-            restore(before._replace(heeded=torch.initial_seed()))
+            restore(before._replace(torch_seed=torch.initial_seed()))
 
 
 def next_draw(mesh: DeviceMesh | None = None) -> Draw:
@@ -120,7 +121,7 @@ def next_draw(mesh: DeviceMesh | None = None) -> Draw:
     if mesh is None:
         return stream_of().next()
     stream = stream_of(key := _key(mesh))
-    if stream.by_torch and key not in stream.met:
+    if stream.from_torch and key not in stream.agreed_meshes:
         axes = axes_of(mesh)
         announce(
             "A random op",
@@ -128,7 +129,7 @@ def next_draw(mesh: DeviceMesh | None = None) -> Draw:
             "Only torch's generator was seeded, which may differ between ranks, so they agree on a seed first.",
             "Seed with shardwise.manual_seed(seed), which sends nothing",
         )
-        stream.seed, stream.met = agreed(mesh, stream.seed), stream.met | {key}
+        stream.seed, stream.agreed_meshes = broadcast_seed(mesh, stream.seed), stream.agreed_meshes | {key}
     return stream.next()
 
 
@@ -140,12 +141,14 @@ def draw_from(generator: torch.Generator | None, mesh: DeviceMesh | None = None)
     return Draw(low | high << 32, 0)
 
 
-def _key(mesh: DeviceMesh) -> Hashable:
-    """What identifies the stream of a mesh: its ranks, or `EVERYONE` if it has all ranks of the world."""
+def _key(mesh: DeviceMesh | None) -> Hashable:
+    """What identifies the stream of a mesh: its ranks, or `WORLD` without a mesh or if it has all ranks of the world."""
+    if mesh is None:
+        return WORLD
 
     def make() -> Hashable:
         rows = siblings_of(mesh)
         is_world = len(rows) == 1 and len(rows[0]) == dist.get_world_size()
-        return EVERYONE if is_world else tuple(tuple(sorted(row)) for row in rows)
+        return WORLD if is_world else tuple(tuple(sorted(row)) for row in rows)
 
     return _keys.get(mesh, "key", make)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -50,13 +48,6 @@ class SparseDTensor(DTensor):
     def layout(self) -> torch.layout:  # type: ignore[override]
         """Which of torch's sparse layouts the tensor has."""
         return self._local_tensor.layout
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
-    ) -> SparseDTensor:
-        spec, requires_grad = context
-        return SparseDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
 
 def holds_sparse(t: Tensor) -> bool:

@@ -105,7 +105,7 @@ def storage_id(x: Tensor) -> int:
     >>> storage_id(x) == storage_id(x[1:]), storage_id(x) == storage_id(x.clone())
     (True, False)
     """
-    return x.untyped_storage()._cdata
+    return x.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def make_wrapper(

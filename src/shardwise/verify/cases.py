@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.call.arguments import map_tensors, tensors_in
+from shardwise.call.arguments import tensors_in, with_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Match, match_rule
 from shardwise.call.schema import op_info
@@ -25,7 +25,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.verify.compare import describe
 from shardwise.verify.layouts import distribute
 
-__all__ = ["Case", "PlainCall", "cases", "row_text", "with_tensors"]
+__all__ = ["Case", "PlainCall", "cases", "row_text"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ class Case:
         if any(layout.partial for layout in self.choice.inputs):
             fix = "The op is not linear (or monotone) in these arguments: remove them from linear= (or monotone=)."
         else:
-            fix = (
-                "A letter that is split here must not be: write ! before it, or give its reduction with by=."
-            )
+            fix = "A letter that is split here must not be: write ! before it, or pass its reduction as by=."
         return _contradiction(self.func, "\n       ".join([*lines, *more]), fix)
 
 
@@ -101,11 +99,6 @@ def row_text(func: Any) -> str:
         why="There is nothing to verify: it runs on gathered tensors.",
         fix="register_sharding(op, 'm n -> m n')",
     )
-
-
-def with_tensors(tree: Any, tensors: Iterator[Any]) -> Any:
-    """The tree with each tensor replaced by the next of `tensors`."""
-    return map_tensors(lambda t: next(tensors), tree)
 
 
 class PlainCall(OpCall):

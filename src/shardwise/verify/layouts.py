@@ -71,9 +71,8 @@ def _put(full: Tensor, indices: Sequence[Sequence[int]], block: Tensor) -> None:
     if all(isinstance(i, range) for i in indices):
         full[tuple(slice(i[0], i[-1] + 1) if len(i) else slice(0, 0) for i in indices)] = block
     else:
-        full[torch.meshgrid(*(torch.tensor(list(i), dtype=torch.int64) for i in indices), indexing="ij")] = (
-            block
-        )
+        per_dim = [torch.tensor(list(i), dtype=torch.int64) for i in indices]
+        full[torch.meshgrid(*per_dim, indexing="ij")] = block
 
 
 def _reduction(op: str, dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ import torch
 from tests.rules.absent import ABSENT, reference_kernels
 
 import shardwise as sw
-from shardwise.call.arguments import tensors_in
+from shardwise.call.arguments import tensors_in, with_tensors
 from shardwise.call.meta import infer_outputs
 from shardwise.call.resolve import match_rule
 from shardwise.comm import axes_of
@@ -16,7 +16,7 @@ from shardwise.plan import every_choice
 from shardwise.plan.settings import forget_decisions
 from shardwise.rules import RuleError, verify
 from shardwise.rules.table import TABLE
-from shardwise.verify.cases import PlainCall, with_tensors
+from shardwise.verify.cases import PlainCall
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

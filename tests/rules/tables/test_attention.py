@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
-from tests.dense import agrees, drawn
+from tests.dense import compare, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.rules import Call, Slot
 from shardwise.rules.table import TABLE
 
 aten = torch.ops.aten
-Q, K, V = drawn(4, 8, 6, 16), drawn(4, 8, 10, 16, seed=1), drawn(4, 8, 10, 16, seed=2)
+Q, K, V = randn(4, 8, 6, 16), randn(4, 8, 10, 16, seed=1), randn(4, 8, 10, 16, seed=2)
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
@@ -20,22 +20,22 @@ def test_batch_and_heads_may_be_split(kernel, placement):
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v)
 
-    assert agrees(attend, [Q, K, V], [placement] * 3).bytes == 0
-    agrees(attend, [Q, K, V], [placement, "R", "P"])
-    agrees(
+    assert compare(attend, [Q, K, V], [placement] * 3).bytes == 0
+    compare(attend, [Q, K, V], [placement, "R", "P"])
+    compare(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [Q, K, V], [placement] * 3
     )
 
 
 def test_queries_may_be_split_unless_causal():
-    q = drawn(4, 8, 6, 16)
-    ledger = agrees(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,), grad=False)
+    q = randn(4, 8, 6, 16)
+    ledger = compare(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,), grad=False)
     assert ledger.bytes == 0
-    agrees(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,))
-    agrees(
+    compare(F.scaled_dot_product_attention, [q, K, V], ["2", "R", "R"], (3,))
+    compare(
         F.scaled_dot_product_attention, [q, K, V], ["2", "2", "2"]
     )  # 6 over 4 ranks: the last block is empty
-    agrees(
+    compare(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [q, K, V],
         ["2", "R", "R"],
@@ -46,43 +46,43 @@ def test_queries_may_be_split_unless_causal():
 @pytest.mark.parametrize("shape", [(6, 10), (4, 1, 6, 10), (1, 8, 6, 10), (4, 8, 6, 10), (4, 1, 1, 10)])
 @pytest.mark.parametrize("placement", ["0", "1", "2"])
 def test_masks_broadcast(shape, placement):
-    mask = drawn(*shape, seed=3)
+    mask = randn(*shape, seed=3)
 
     def attend(q, k, v, m):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=m.detach())
 
-    agrees(
+    compare(
         attend,
         [Q, K, V, mask],
         [placement, placement if placement != "2" else "R", placement if placement != "2" else "R", "R"],
         (2,),
     )
-    agrees(attend, [Q, K, V, mask > 0], [placement, "R", "P", "0"], (2,))
+    compare(attend, [Q, K, V, mask > 0], [placement, "R", "P", "0"], (2,))
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("mesh", [(2,), (4,), (3,)])
 def test_shared_key_heads(heads, mesh, kernel):
-    k, v = drawn(4, heads, 10, 16, seed=1), drawn(4, heads, 10, 16, seed=2)
+    k, v = randn(4, heads, 10, 16, seed=1), randn(4, heads, 10, 16, seed=2)
 
     def attend(q, k, v):
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     for placements in (["1", "1", "1"], ["1", "R", "R"], ["0", "0", "0"], ["P", "1", "1"]):
-        ledger = agrees(attend, [Q, k, v], placements, mesh)
+        ledger = compare(attend, [Q, k, v], placements, mesh)
         even = heads % mesh[0] == 0 and placements[0] == "1"
         assert kernel is SDPBackend.MATH or not even or ledger.bytes == 0
 
 
 def test_groups_of_query_heads_are_not_divided():
     q, k = (
-        drawn(2, 10, 6, 16),
-        drawn(2, 5, 6, 16, seed=1),
+        randn(2, 10, 6, 16),
+        randn(2, 5, 6, 16, seed=1),
     )  # blocks of 5 and 5 query heads, of 3 and 2 key heads
     for placements in (["1", "1"], ["1", "R"]):
-        agrees(
+        compare(
             lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), [q, k], placements, (2,)
         )
 

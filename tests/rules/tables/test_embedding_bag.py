@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
-from tests.dense import agrees, drawn
+from tests.dense import compare, randn
 
-TABLE = drawn(10, 7)
+TABLE = randn(10, 7)
 INDICES = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9])
 OFFSETS = torch.tensor([0, 4, 4])  # the middle bag is empty
 
@@ -16,10 +16,10 @@ def test_bags(mode, placement):
     def bag(w, i, o):
         return F.embedding_bag(i, w, o, mode=mode)
 
-    ledger = agrees(bag, [TABLE, INDICES, OFFSETS], [placement, "R", "R"])
+    ledger = compare(bag, [TABLE, INDICES, OFFSETS], [placement, "R", "R"])
     assert placement == "0" or (placement, mode) == ("P", "max") or ledger.bytes == 0
-    agrees(bag, [TABLE, INDICES, OFFSETS], [placement, "0", "0"])
-    agrees(
+    compare(bag, [TABLE, INDICES, OFFSETS], [placement, "0", "0"])
+    compare(
         lambda w, i, o: F.embedding_bag(i, w, o, mode=mode, padding_idx=4),
         [TABLE, INDICES, OFFSETS],
         [placement, "R", "R"],
@@ -28,14 +28,14 @@ def test_bags(mode, placement):
 
 @pytest.mark.parametrize(("table", "weights"), ["1R", "10", "P0", "0P"])
 def test_per_sample_weights(table, weights):
-    agrees(
+    compare(
         lambda w, i, o, p: F.embedding_bag(i, w, o, mode="sum", per_sample_weights=p),
-        [TABLE, INDICES, OFFSETS, drawn(8, seed=1)],
+        [TABLE, INDICES, OFFSETS, randn(8, seed=1)],
         [table, "R", "R", weights],
     )
 
 
 def test_scaling_by_frequency_and_indices_of_two_dims():
-    agrees(lambda w, i, o: F.embedding_bag(i, w, o, scale_grad_by_freq=True, mode="sum"),
+    compare(lambda w, i, o: F.embedding_bag(i, w, o, scale_grad_by_freq=True, mode="sum"),
            [TABLE, INDICES, OFFSETS], ["1", "R", "R"])  # fmt: skip
-    agrees(lambda w, i: F.embedding_bag(i, w, mode="max"), [TABLE, INDICES.view(4, 2)], ["1", "0"])
+    compare(lambda w, i: F.embedding_bag(i, w, mode="max"), [TABLE, INDICES.view(4, 2)], ["1", "0"])

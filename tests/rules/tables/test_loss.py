@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
-from tests.dense import agrees, drawn
+from tests.dense import compare, randn
 
 import shardwise as sw
 
@@ -27,9 +27,9 @@ ELEMENTWISE = {
     "placement", ["0", "1"]
 )  # over 4 ranks, 5 rows leave an empty block and 7 a short one
 def test_elementwise(name, reduction, placement):
-    ledger = agrees(
+    ledger = compare(
         lambda x, y: ELEMENTWISE[name](x, y, reduction=reduction),
-        [drawn(5, 7), drawn(5, 7, seed=1)],
+        [randn(5, 7), randn(5, 7, seed=1)],
         [placement, placement],
     )
     assert ledger.bytes == 0
@@ -38,9 +38,9 @@ def test_elementwise(name, reduction, placement):
 def test_elementwise_with_pending_sums_and_different_layouts():
     for placements in (["P", "0"], ["0", "P"], ["R", "1"], ["P", "P"], ["0", "1"]):
         for reduction in ("none", "mean", "sum"):
-            agrees(
+            compare(
                 lambda x, y, r=reduction: F.mse_loss(x, y, reduction=r),
-                [drawn(5, 7), drawn(5, 7, seed=1)],
+                [randn(5, 7), randn(5, 7, seed=1)],
                 placements,
             )
 
@@ -49,13 +49,13 @@ def test_a_mean_is_over_the_broadcast_shape():
     def loss(x, y):
         return torch.ops.aten.smooth_l1_loss(x, y, 1, 1.0)
 
-    agrees(loss, [drawn(6, 1), drawn(6, 5, seed=1)], ["0", "0"], grad=False)
-    agrees(loss, [drawn(6, 1), drawn(6, 5, seed=1)], ["R", "1"], grad=False)
-    agrees(loss, [drawn(0, 4), drawn(0, 4)], ["1", "1"], grad=False)  # the mean of nothing is nan
+    compare(loss, [randn(6, 1), randn(6, 5, seed=1)], ["0", "0"], grad=False)
+    compare(loss, [randn(6, 1), randn(6, 5, seed=1)], ["R", "1"], grad=False)
+    compare(loss, [randn(0, 4), randn(0, 4)], ["1", "1"], grad=False)  # the mean of nothing is nan
 
 
 def test_weights_of_binary_cross_entropy():
-    weight, pos = drawn(7, seed=2).abs(), drawn(7, seed=3).abs()
+    weight, pos = randn(7, seed=2).abs(), randn(7, seed=3).abs()
 
     def loss(x, y, w, p):
         return F.binary_cross_entropy_with_logits(x, y.sigmoid(), w.detach(), pos_weight=p.detach())
@@ -66,7 +66,7 @@ def test_weights_of_binary_cross_entropy():
         ["1", "1", "0", "0"],
         ["P", "0", "P", "0"],
     ):
-        agrees(loss, [drawn(5, 7), drawn(5, 7, seed=1), weight, pos], placements)
+        compare(loss, [randn(5, 7), randn(5, 7, seed=1), weight, pos], placements)
 
 
 TARGET = torch.tensor([0, 3, -100, 6, 2])
@@ -82,7 +82,7 @@ def test_nll(reduction, weight, placements):
     def loss(x, t, w):
         return F.nll_loss(x, t, None if w is None else w.detach(), reduction=reduction)
 
-    ledger = agrees(loss, [drawn(5, 7), TARGET, weight], placements)
+    ledger = compare(loss, [randn(5, 7), TARGET, weight], placements)
     if placements == ("1", "R", "0"):
         assert ledger.bytes <= 100  # the total of the weights
 
@@ -92,9 +92,9 @@ def test_nll(reduction, weight, placements):
 def test_nll_of_images(reduction, placements):
     target = torch.arange(5 * 2 * 6).view(5, 2, 6) % 3
     target[0] = 1  # ignored
-    agrees(
+    compare(
         lambda x, t: F.nll_loss(x.log_softmax(1), t, ignore_index=1, reduction=reduction),
-        [drawn(5, 3, 2, 6), target],
+        [randn(5, 3, 2, 6), target],
         placements,
     )
 
@@ -102,26 +102,26 @@ def test_nll_of_images(reduction, placements):
 def test_nll_on_two_mesh_axes_and_without_a_batch():
     for reduction in ("none", "mean", "sum"):
         for placements in (("0 1", "0 R"), ("1 0", "R 0"), ("1 1", "0 R"), ("P 1", "0 0")):
-            agrees(
+            compare(
                 lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r),
-                [drawn(5, 7), TARGET],
+                [randn(5, 7), TARGET],
                 placements,
                 (2, 2),
             )
-        agrees(
-            lambda x, t, r=reduction: F.nll_loss(x, t, reduction=r), [drawn(7), torch.tensor(5)], ["0", "R"]
+        compare(
+            lambda x, t, r=reduction: F.nll_loss(x, t, reduction=r), [randn(7), torch.tensor(5)], ["0", "R"]
         )
 
 
 def test_the_mean_over_ignored_targets_is_nan():
-    agrees(F.nll_loss, [drawn(5, 7), torch.full((5,), -100)], ["0", "0"], grad=False)
-    agrees(F.nll_loss, [drawn(5, 7), torch.full((5,), -100)], ["1", "R"], grad=False)
+    compare(F.nll_loss, [randn(5, 7), torch.full((5,), -100)], ["0", "0"], grad=False)
+    compare(F.nll_loss, [randn(5, 7), torch.full((5,), -100)], ["1", "R"], grad=False)
 
 
 def test_a_target_out_of_range_is_an_error():
     target = torch.tensor([0, 7, 1, 2, 3])
     with pytest.raises(IndexError):
-        F.nll_loss(drawn(5, 7), target)
+        F.nll_loss(randn(5, 7), target)
     for bad in (7, -1):
         target[1] = bad
         with pytest.raises(RuntimeError, match="out of bounds"):
@@ -131,13 +131,13 @@ def test_a_target_out_of_range_is_an_error():
 def _nll_with_split_classes(target):
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (4,))
-        x = sw.distribute_tensor(drawn(5, 7), mesh, [sw.Shard(1)])
+        x = sw.distribute_tensor(randn(5, 7), mesh, [sw.Shard(1)])
         F.nll_loss(x, sw.distribute_tensor(target, mesh, [sw.Replicate()]), reduction="sum")
 
 
 def test_classes_of_a_large_vocabulary_are_not_gathered():
     target = torch.tensor([5, 39_999, 20_000, -100])
-    ledger = agrees(F.cross_entropy, [drawn(4, 40_000), target], ["1", "R"])
+    ledger = compare(F.cross_entropy, [randn(4, 40_000), target], ["1", "R"])
     assert ledger.bytes < 4 * 40_000 * 8 / 100
 
 
@@ -152,22 +152,22 @@ def test_margins(reduction):
         return F.multilabel_margin_loss(x, t, reduction=reduction)
 
     for placement in ("0", "P", "1"):
-        ledger = agrees(multi, [drawn(7, 7), target, WEIGHT], [placement, "0", "R"])
+        ledger = compare(multi, [randn(7, 7), target, WEIGHT], [placement, "0", "R"])
         assert placement != "0" or ledger.bytes == 0
-        agrees(multilabel, [drawn(8, 4), labels], [placement, "0"])
-        agrees(multilabel, [drawn(5, 4), labels[:5]], [placement, "0"])  # 5 rows leave an empty block
-    agrees(lambda x, t: F.multilabel_soft_margin_loss(x, t.sigmoid(), reduction=reduction),
-           [drawn(5, 4), drawn(5, 4, seed=1)], ["0", "0"])  # fmt: skip
+        compare(multilabel, [randn(8, 4), labels], [placement, "0"])
+        compare(multilabel, [randn(5, 4), labels[:5]], [placement, "0"])  # 5 rows leave an empty block
+    compare(lambda x, t: F.multilabel_soft_margin_loss(x, t.sigmoid(), reduction=reduction),
+           [randn(5, 4), randn(5, 4, seed=1)], ["0", "0"])  # fmt: skip
 
 
 def test_pairs_and_triplets():
-    a, b, c = drawn(5, 6), drawn(5, 6, seed=1), drawn(5, 6, seed=2)
+    a, b, c = randn(5, 6), randn(5, 6, seed=1), randn(5, 6, seed=2)
     sign = torch.tensor([1.0, -1, 1, 1, -1], dtype=torch.float64)
     for placement in ("0", "1"):
-        agrees(F.triplet_margin_loss, [a, b, c], [placement] * 3)
-        agrees(
+        compare(F.triplet_margin_loss, [a, b, c], [placement] * 3)
+        compare(
             lambda x, y, s: F.cosine_embedding_loss(x, y, s.detach()),
             [a, b, sign],
             [placement, placement, "R"],
         )
-    agrees(lambda x, y, s: F.margin_ranking_loss(x[:, 0], y[:, 0], s.detach()), [a, b, sign], ["0"] * 3)
+    compare(lambda x, y, s: F.margin_ranking_loss(x[:, 0], y[:, 0], s.detach()), [a, b, sign], ["0"] * 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import compress
-from typing import Any
 
 from shardwise.rules.call import Call, Local, Out, Step
 from shardwise.rules.letters import Letters
@@ -26,13 +25,6 @@ def _with_positions(letters: Letters, shape: tuple[int, ...]) -> Letters:
     return letters + (None,) * (len(shape) - len(letters))
 
 
-def _block_args(call: Call, place: Place, x: int) -> list[Any] | None:
-    """The arguments for a block of a depthwise convolution, which has as many groups as channels; `x` is the input."""
-    if call.args["groups"] == 1 or "c" not in place.sharded:
-        return None
-    return [place.inputs[x][1] if name == "groups" else v for name, v in call.args.items()]
-
-
 def _forward(call: Call) -> Rule | None:
     x, w = call.shapes[:2]
     if len(x) != len(w):
@@ -42,8 +34,9 @@ def _forward(call: Call) -> Rule | None:
     inputs = (_with_positions(("n", c), x), _with_positions(weight, w), (o,))
 
     def local(call: Call, place: Place) -> Local | None:
-        args = _block_args(call, place, 0)
-        return None if args is None else Local(((call.op, tuple(args), {}),))
+        if call.args["groups"] == 1 or "c" not in place.sharded:
+            return None
+        return Local((call.step(groups=place.inputs[0][1]),))  # depthwise: as many groups as channels
 
     return Rule(
         inputs[: len(call.shapes)],
@@ -74,14 +67,14 @@ def _backward(call: Call) -> Rule | None:
 
 
 def _backward_local(call: Call, place: Place) -> Local | None:
-    args = _block_args(call, place, 1)
-    if args is not None:
-        args[3] = None if args[3] is None else [place.inputs[1][1]]
-        return Local(((call.op, tuple(args), {}),), (Out(0, 0), Out(0, 1), Out(0, 2)))
+    if call.args["groups"] != 1 and "c" in place.sharded:  # depthwise: as many groups as channels
+        channels = place.inputs[1][1]
+        bias_sizes = None if call.args["bias_sizes"] is None else [channels]
+        step = call.step(groups=channels, bias_sizes=bias_sizes)
+        return Local((step,), (Out(0, 0), Out(0, 1), Out(0, 2)))
     if not call.wanted[2] or call.args["groups"] != 1 or not place.sharded & {"c", "o"}:
         return None
-    args = [[place.inputs[0][1]] if name == "bias_sizes" else v for name, v in call.args.items()]
-    steps: list[Step] = [(call.op, tuple(args), {})]
+    steps: list[Step] = [call.step(bias_sizes=[place.inputs[0][1]])]
     if "c" in place.sharded and place.starts[1][1] > 0:
         # ranks with other input channels compute the same bias gradient, which must be added once
         steps.append(("aten.zeros_like.default", (Out(0, 2),), {}))

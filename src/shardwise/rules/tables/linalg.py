@@ -89,7 +89,7 @@ def _triangle(call: Call, place: Place) -> Local | None:
     if not place.sharded & {"m", "n"}:
         return None
     rows, columns = place.starts[0][-2:]
-    return Local(((call.op, (Slot(0), call.args["diagonal"] + rows - columns), {}),))
+    return Local((call.step(diagonal=call.args["diagonal"] + rows - columns),))
 
 
 def _trace(call: Call, place: Place) -> Local | None:

@@ -18,11 +18,6 @@ _ELSEWHERE = -100  # the target in a block whose class another rank has
 _Local = Callable[[Call, Place], Local | None]
 
 
-def _arguments(call: Call, **changes: object) -> tuple[object, ...]:
-    """A call's arguments in the order of its schema, some of them changed."""
-    return tuple(changes.get(name, value) for name, value in call.args.items())
-
-
 def _slot(call: Call, name: str) -> int:
     """The slot of an argument, or -1 if it is not a tensor."""
     value = call.args[name]
@@ -39,7 +34,7 @@ def _mean_by(count: Callable[[Call], int], more_outputs: int = 0) -> _Local:
         if call.args["reduction"] != MEAN or not place.sharded:
             return None
         steps: tuple[Step, ...] = (
-            (call.op, _arguments(call, reduction=SUM), {}),
+            call.step(reduction=SUM),
             ("aten.div.Scalar", (Out(0, 0) if more_outputs else Out(0), count(call) or math.nan), {}),
         )
         results = (Out(1), *(Out(0, 1 + i) for i in range(more_outputs)))
@@ -134,7 +129,7 @@ def _nll_local(call: Call, place: Place) -> Local | None:
         ("aten.logical_or.default", (Out(9), Out(10)), {}),
         ("aten.logical_or.default", (Out(0), Out(11)), {}),
         ("aten.masked_fill.Scalar", (Out(8), Out(12), _ELSEWHERE), {}),
-        (call.op, _arguments(call, target=Out(13), ignore_index=_ELSEWHERE), {}),
+        call.step(target=Out(13), ignore_index=_ELSEWHERE),
     ))  # fmt: skip
 
 

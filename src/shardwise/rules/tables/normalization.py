@@ -110,8 +110,7 @@ def _with_block_batch(call: Call, place: Place) -> Local | None:
     """Run the op with the batch size of the block, which is one of its arguments."""
     if "n" not in place.sharded:
         return None
-    args = {**call.args, "N": place.inputs[0][0]}
-    return Local(((call.op, tuple(args.values()), {}),))
+    return Local((call.step(N=place.inputs[0][0]),))
 
 
 def _other_dims(call: Call) -> Sequence[int]:

@@ -10,6 +10,7 @@ from shardwise.rules.notation import groups_of, linear_text
 from shardwise.rules.rule import Place, Row, Rule
 from shardwise.rules.tables import masked_lookup
 from shardwise.rules.tables.indexing import LOOKUP, can_add, has_integer_index, reads_few, write_along_dim
+from shardwise.rules.tables.slicing import with_block_size
 
 __all__ = ["ROWS"]
 
@@ -124,11 +125,8 @@ def _diagonal_scatter(call: Call) -> Rule | None:
 
 
 def _diagonal_backward(call: Call) -> Rule | None:
-    def local(call: Call, place: Place) -> Local | None:
-        return Local(((call.op, (), {**call.args, "input_sizes": list(place.outputs[0])}),))
-
     after, diagonal = _diagonal_letters(call, len(call.outputs[0]))
-    return Rule((diagonal,), (after,), linear=(frozenset({0}),), local=local)
+    return Rule((diagonal,), (after,), linear=(frozenset({0}),), local=with_block_size)
 
 
 ROWS: dict[str, Row] = {

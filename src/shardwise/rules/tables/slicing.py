@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.rules.call import Call, Local, Slot
+from shardwise.rules.call import Call, Local
 from shardwise.rules.letters import Letters, dim_letters
 from shardwise.rules.notation import ANY_REDUCTION
 from shardwise.rules.rule import Place, Row, Rule
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "with_block_size"]
 
 
-def _with_block_size(call: Call, place: Place) -> Local:
-    """Run the op with the size of the block, because its second argument is the size of the result."""
-    args = [Slot(0) if isinstance(v, Slot) else v for v in call.args.values()]
-    args[1] = list(place.outputs[0])
-    return Local(((call.op, tuple(args), {}),))
+def with_block_size(call: Call, place: Place) -> Local:
+    """Run a backward op with the size of the block in place of that of the result."""
+    return Local((call.step(input_sizes=list(place.outputs[0])),))
 
 
 def _backward(text: str, letters: Callable[[Call], tuple[Letters, Letters]]) -> Row:
@@ -27,7 +25,7 @@ def _backward(text: str, letters: Callable[[Call], tuple[Letters, Letters]]) -> 
 
     def build(call: Call) -> Rule | None:
         before, after = letters(call)
-        return Rule((before,), (after,), linear=(frozenset({0}),), local=_with_block_size)
+        return Rule((before,), (after,), linear=(frozenset({0}),), local=with_block_size)
 
     return Row(f"{text}; linear in (0)", build)
 

@@ -20,9 +20,8 @@ def _with_block_size(inner: Row, name: str, batch_only: bool = False) -> Row:
     """A row for an op whose argument `name` is the size of the result: it runs with the size of the block."""
 
     def local(call: Call, place: Place) -> Local:
-        size, args = list(place.outputs[0]), dict(call.args)
-        args[name] = [size[0], *args[name][1:]] if batch_only else size
-        return Local(((call.op, tuple(args.values()), {}),))
+        size = list(place.outputs[0])
+        return Local((call.step(**{name: [size[0], *call.args[name][1:]] if batch_only else size}),))
 
     def build(call: Call) -> Rule | None:
         rule = inner.build(call)

@@ -1,4 +1,4 @@
-"""Whether an op that ran on the whole could have kept a split: tried out on dense tensors, piece by piece."""
+"""Whether an op that ran as a fallback could have kept a split: found by running it on pieces of dense tensors."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tests.op_db.drawn import flat, swap
+from tests.op_db.random_layouts import flat, map_tensors
 from torch import Tensor
 
 import shardwise as sw
 from shardwise.call.trace import TracedCall
 
-__all__ = ["cheaper"]
+__all__ = ["find_missed_split"]
 
 _PIECES = 2
-_MOST_TRIED = 40  # calls of one op that are tried in one process
-_MOST_ALIKE = 4  # tensors beside the split one that are tried split alike
+_MAX_TRIED = 40  # calls of one op that are tried in one process
+_MAX_OTHERS = 4  # other tensors that are tried with the same split
 
 
-def cheaper(call: TracedCall) -> str:
-    """A split that could have stayed, as text, or empty: the op on pieces gives pieces, or addends, of its result."""
-    given: list[Any] = []
-    args, kwargs = swap((call.args, dict(call.kwargs)), lambda t: given.append(t) or t)
+def find_missed_split(call: TracedCall) -> str:
+    """A split that could have been kept, as text, or empty: the op on pieces gives pieces or terms of its result."""
+    tensors: list[Any] = []
+    args, kwargs = map_tensors((call.args, dict(call.kwargs)), lambda t: tensors.append(t) or t)
     cuts = [
         (i, d)
-        for i, t in enumerate(given)
+        for i, t in enumerate(tensors)
         if isinstance(t, sw.DTensor)
         for d, dim in enumerate(t._spec.layout.dims)
         if any(f.axes for f in dim) and t.shape[d] >= _PIECES
     ]
-    shown = swap((args, kwargs), lambda t: (t.dtype, tuple(t.shape)))
+    shown = map_tensors((args, kwargs), lambda t: (t.dtype, tuple(t.shape)))
     key = (str(call.op), tuple(cuts), str(shown))
     if not cuts or torch.Tag.dynamic_output_shape in call.op.tags:
-        return ""  # of pieces without duplicates the unique ones are pieces of the unique ones: no proof
+        return ""  # outputs of unknown size may fit by chance: `unique` of pieces without duplicates
     if key not in _known:
         tried = _tried[key[0]] = _tried.get(key[0], 0) + 1
         dense = [
-            t.full_tensor().ranks[0].detach() if isinstance(t, sw.DTensor) else t.detach() for t in given
+            t.full_tensor().ranks[0].detach() if isinstance(t, sw.DTensor) else t.detach() for t in tensors
         ]
         _known[key] = (
-            _apart(lambda: _found(call.op, args, kwargs, dense, cuts)) if tried <= _MOST_TRIED else ""
+            _in_subprocess(lambda: _find(call.op, args, kwargs, dense, cuts)) if tried <= _MAX_TRIED else ""
         )
     return _known[key]
 
@@ -52,32 +52,32 @@ _known: dict[Any, str] = {}
 _tried: dict[str, int] = {}
 
 
-def _apart(answer: Callable[[], str]) -> str:
-    """An answer from a process of its own: kernels that trust their indices may write anywhere if given odd pieces."""
+def _in_subprocess(answer: Callable[[], str]) -> str:
+    """Compute an answer in a forked process: kernels that do not check their indices may corrupt memory on pieces."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a broken heap says
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard messages about a corrupted heap
             signal.alarm(10)
             os.write(write, answer().encode())
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as said:
-        text = said.read().decode()
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read().decode()
     os.waitpid(child, 0)
     return text
 
 
-def _found(op: Any, args: Any, kwargs: Any, dense: list[Tensor], cuts: list[tuple[int, int]]) -> str:
+def _find(op: Any, args: Any, kwargs: Any, dense: list[Tensor], cuts: list[tuple[int, int]]) -> str:
     try:
-        whole = _run(op, args, kwargs, dense, {})
+        full = _run(op, args, kwargs, dense, {})
     except Exception:
         return ""
     for i, d in cuts:
         for split in _splits(dense, i, d):
-            if how := _composes(op, args, kwargs, dense, split, whole):
+            if how := _composes(op, args, kwargs, dense, split, full):
                 return f"tensors {_text(split)} -> {how}"
     return ""
 
@@ -87,21 +87,21 @@ def _text(split: dict[int, int]) -> str:
 
 
 def _splits(dense: Sequence[Tensor], i: int, d: int) -> Iterator[dict[int, int]]:
-    """A tensor split along a dim, with others split alike: which have a dim of that size."""
+    """Ways to split a tensor along a dim, together with other tensors that have a dim of the same size."""
     size = dense[i].shape[d]
-    alike: list[list[tuple[int, int] | None]] = []
+    others: list[list[tuple[int, int] | None]] = []
     for j, t in enumerate(dense):
         dims = [e for e, n in enumerate(t.shape) if n == size]
-        if j != i and dims and len(alike) < _MOST_ALIKE:
-            alike.append([(j, e) for e in dims] + [None])
-    for chosen in itertools.product(*alike):
+        if j != i and dims and len(others) < _MAX_OTHERS:
+            others.append([(j, e) for e in dims] + [None])
+    for chosen in itertools.product(*others):
         yield {i: d, **dict(c for c in chosen if c is not None)}
 
 
 def _run(op: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], sizes: dict[int, int]) -> list[Any]:
-    """The op on some tensors, with sizes among its arguments replaced as the pieces need."""
+    """Run the op on some tensors, with sizes in its arguments replaced by those of the pieces."""
     rest = iter([t.clone() for t in tensors])
-    args, kwargs = swap((args, kwargs), lambda _: next(rest))
+    args, kwargs = map_tensors((args, kwargs), lambda _: next(rest))
     if sizes:
         args = [
             [sizes.get(n, n) if type(n) is int else n for n in a] if isinstance(a, list) else a for a in args
@@ -111,29 +111,29 @@ def _run(op: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], sizes: dict
 
 
 def _composes(
-    op: Any, args: Any, kwargs: Any, dense: Sequence[Tensor], split: dict[int, int], whole: list[Any]
+    op: Any, args: Any, kwargs: Any, dense: Sequence[Tensor], split: dict[int, int], full: list[Any]
 ) -> str:
-    """How the results of the pieces make the whole's, or empty."""
+    """How the results of the pieces combine to the full results, or empty."""
     size = next(dense[i].shape[d] for i, d in split.items())
     for local_sizes in (False, True):
-        done = []
+        results = []
         try:
             for p in range(_PIECES):
-                cut = [t.chunk(_PIECES, split[i])[p] if i in split else t for i, t in enumerate(dense)]
-                mine = next(cut[i].shape[d] for i, d in split.items())
-                done.append(_run(op, args, kwargs, cut, {size: mine} if local_sizes else {}))
+                pieces = [t.chunk(_PIECES, split[i])[p] if i in split else t for i, t in enumerate(dense)]
+                local_size = next(pieces[i].shape[d] for i, d in split.items())
+                results.append(_run(op, args, kwargs, pieces, {size: local_size} if local_sizes else {}))
         except Exception:
             continue
-        if any(len(r) != len(whole) for r in done):
+        if any(len(r) != len(full) for r in results):
             continue
-        ways = [_way([r[k] for r in done], want) for k, want in enumerate(whole)]
+        ways = [_combination([r[k] for r in results], want) for k, want in enumerate(full)]
         if ways and all(ways) and any(w != "same" for w in ways):
             return ", ".join(ways)
     return ""
 
 
-def _way(parts: list[Any], want: Any) -> str:
-    """`dim d`, `sum` or `same`: what makes the whole's result of the pieces'; empty if nothing does."""
+def _combination(parts: list[Any], want: Any) -> str:
+    """How pieces combine to a result: `dim d` (concatenated), `sum` or `same`; empty if not at all."""
     if not isinstance(want, Tensor) or want.numel() == 0 or want.layout is not torch.strided:
         return ""
     for d in range(want.dim()):
