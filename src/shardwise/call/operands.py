@@ -16,6 +16,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError, mixed_tensors_error
 from shardwise.tensor.implicit import announce
 from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.lazy_bits import is_zero_tensor
 
 __all__ = ["check_operands", "compare_plain", "has_dtensor", "plain_key", "plain_tensors_to_compare"]
 
@@ -47,7 +48,9 @@ def has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def plain_key(t: Tensor) -> Any:
     """What decides how a plain operand is treated; part of the key under which a call's route is cached."""
     form = (t.shape, t.layout if t.layout is not torch.strided else t.stride(), t.dtype, t.device)
-    return form if t.numel() == 1 else (current_settings().plain, in_backward(), form)
+    if t.numel() == 1:
+        return form
+    return (current_settings().plain, in_backward(), is_zero_tensor(t), form)
 
 
 def check_operands(call: OpCall) -> None:
@@ -70,8 +73,11 @@ def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
     return (
         t.numel() == 1
         or in_backward()
+        or is_zero_tensor(t)
         or current_settings().plain != "error"
         or any(t is created for created in _created_by_torch(call))
+        # an in-place op on a plain tensor may read numbers, such as a norm, from DTensors
+        or (t is call.returned and all(d.numel() == 1 for d in call.tensors if isinstance(d, DTensor)))
     )
 
 

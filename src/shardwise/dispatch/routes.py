@@ -9,6 +9,7 @@ import torch
 
 from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
+from shardwise.call.arguments import map_tensors
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs
@@ -38,9 +39,11 @@ from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.dispatcher import is_composite
-from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
+from shardwise.torch_internals.lazy_bits import is_zero_tensor, resolving_lazy_bits
 
 __all__ = ["choose_route", "decide"]
+
+aten = torch.ops.aten
 
 
 def choose_route(call: OpCall, find_route: FindRoute) -> Route:
@@ -57,7 +60,11 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("optimizer", lambda a, k: run_fused(func, a, k))
     if (mesh := common_submesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
+    if func is aten.is_same_size.default:
+        return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
     check_operands(call)
+    if func is aten.as_strided.default and _is_identity(call):
+        return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
     if plain_targets(call):
         return Route("plain target", lambda a, k: run_with_plain_targets(func, a, k))
     if (program := random_program(func)) is not None:
@@ -75,6 +82,15 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
     return _compute_route(call, find_route)
+
+
+def _is_identity(call: OpCall) -> bool:
+    """Whether an `as_strided` returns the tensor as it is, so that its memory need not be known."""
+    x, size, stride = call.args[:3]
+    offset = call.named["storage_offset"]
+    return (
+        tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and offset in (None, x.storage_offset())
+    )
 
 
 def _resizing_variant(call: OpCall) -> Any | None:
@@ -112,7 +128,7 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     func, model = call.func, current_costs()
     resolution = None if call.info.is_composite_view else resolve(call)
     if resolution is None and is_composite(func):
-        return Route("composite", lambda a, k: func.decompose(*a, **k), ())
+        return Route("composite", lambda a, k: _decompose(func, a, k), ())
     best = _fallback_route(call) if resolution is None else _rule_route(call, resolution)
     seconds = model.total(best.plans or ())
     for propose in (_alternative_route, _decomposition_route) if seconds > 0.0 else ():
@@ -124,6 +140,13 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     if call.info.is_view and (moves or func in COMPUTED):
         return _remembering_base(call, best)
     return best
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with override_settings(
+        plain="replicate"
+    ):  # its operands were checked; what it creates is the same on every rank
+        return func.decompose(*args, **kwargs)
 
 
 def _is_distributed(x: Any) -> bool:
@@ -197,6 +220,8 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
     """The route of a call, and its run with everything around it that must happen on every call."""
     route = choose_route(call, find_route)
     func, run = call.func, route.run
+    if any(is_zero_tensor(t) for t in call.tensors if not isinstance(t, DTensor)):
+        run = _with_zeros(run)
     if positions := plain_tensors_to_compare(call):
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
@@ -206,6 +231,15 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
     if current_settings().decisions.traced:
         run = traced(func, Route(route.kind, run, route.plans, route.outputs))
     return route, _checking_default_dtype(call, route, run, find_route)
+
+
+def _with_zeros(inner: Run) -> Run:
+    """The run of a call with tensors that stand for zeros: kernels read their memory."""
+
+    def zeros(t: torch.Tensor) -> torch.Tensor:
+        return t if isinstance(t, DTensor) or not is_zero_tensor(t) else torch.zeros_like(t)
+
+    return lambda args, kwargs: inner(map_tensors(zeros, args), map_tensors(zeros, kwargs))
 
 
 def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) -> Run:

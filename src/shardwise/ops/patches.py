@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.call.fallback import gather
 from shardwise.comm import first_rank
 from shardwise.ops.dropout import dropout_patches
+from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
@@ -40,6 +41,7 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
         lambda args, kwargs: isinstance(args[1], DTensor),
     ),
     *dropout_patches(),
+    *index_patches(),
     *inner_plain_patches(),
     *prod_patches(),
     *sparse_patches(),

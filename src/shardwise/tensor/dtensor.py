@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
+from shardwise.tensor.python_values import PythonMethods
 from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
 __all__ = ["DTensor", "Implementation", "copy_block", "implementation", "is_simulated_tensor", "local_slot"]
@@ -43,7 +44,7 @@ def _is_simple(index: Any) -> bool:
     return kind in _SIMPLE_INDICES or (kind is tuple and all(type(i) in _SIMPLE_INDICES for i in index))
 
 
-class DTensor(torch.Tensor):
+class DTensor(PythonMethods, torch.Tensor):
     """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw

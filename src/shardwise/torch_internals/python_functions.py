@@ -11,5 +11,10 @@ CREATE_PLAIN_TENSORS = {
     "torch.masked._ops._std_var": "the number of elements",
     "torch.masked._ops.mean": "the number of elements",
     "torch.masked.mean": "the number of elements",
+    "torch.autograd.gradcheck._gradcheck_helper": "perturbations",
+    "torch.nn.modules.transformer._detect_is_causal_mask": "a causal mask",
+    "torch.nn.utils.parametrizations._Orthogonal.forward": "the identity matrix",
+    "torch.nn.utils.parametrizations._Orthogonal.right_inverse": "the identity matrix",
+    "torch.nn.utils.parametrizations.orthogonal": "the identity matrix",
 }
 """By function: what it creates."""
