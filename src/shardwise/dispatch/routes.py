@@ -9,7 +9,6 @@ import torch
 
 from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
-from shardwise.call.arguments import map_tensors
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs
@@ -39,7 +38,7 @@ from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.dispatcher import is_composite
-from shardwise.torch_internals.lazy_bits import is_zero_tensor, resolving_lazy_bits
+from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
 __all__ = ["choose_route", "decide"]
 
@@ -220,8 +219,6 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
     """The route of a call, and its run with everything around it that must happen on every call."""
     route = choose_route(call, find_route)
     func, run = call.func, route.run
-    if any(is_zero_tensor(t) for t in call.tensors if not isinstance(t, DTensor)):
-        run = _with_zeros(run)
     if positions := plain_tensors_to_compare(call):
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
@@ -231,15 +228,6 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
     if current_settings().decisions.traced:
         run = traced(func, Route(route.kind, run, route.plans, route.outputs))
     return route, _checking_default_dtype(call, route, run, find_route)
-
-
-def _with_zeros(inner: Run) -> Run:
-    """The run of a call with tensors that stand for zeros: kernels read their memory."""
-
-    def zeros(t: torch.Tensor) -> torch.Tensor:
-        return t if isinstance(t, DTensor) or not is_zero_tensor(t) else torch.zeros_like(t)
-
-    return lambda args, kwargs: inner(map_tensors(zeros, args), map_tensors(zeros, kwargs))
 
 
 def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) -> Run:

@@ -10,22 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["is_zero_tensor", "resolving_lazy_bits"]
+__all__ = ["resolving_lazy_bits"]
 
 _KEYS = ("Conjugate", "Negative")
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
-def is_zero_tensor(x: Tensor) -> bool:
-    """Whether a tensor has no memory and stands for zeros: a tangent that forward-mode autograd creates.
-
-    >>> is_zero_tensor(torch.zeros(2)), is_zero_tensor(torch._efficientzerotensor(2))
-    (False, True)
-    """
-    return x._is_zerotensor()
 
 
 def resolving_lazy_bits(
