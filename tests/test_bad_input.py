@@ -1,4 +1,4 @@
-"""Bad input: each an error that says what, why and how to fix it, before anything is sent."""
+"""Bad input is an error that states what happened, why, and the fix, before anything is sent."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ WHOLE = torch.arange(24.0).view(6, 4)
 
 
 class World:
-    """What the calls below are made of, in a simulation of 4 ranks."""
+    """Meshes and tensors for the calls below, in a simulation of 4 ranks."""
 
     def __init__(self):
         self.square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         self.line = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
         self.x = distribute_tensor(WHOLE, self.square, [Shard(0), R])
-        self.elsewhere = distribute_tensor(WHOLE, self.line, [Shard(0)])
+        self.other_mesh = distribute_tensor(WHOLE, self.line, [Shard(0)])
         self.numbers = distribute_tensor(torch.arange(6), self.square, [Shard(0), R])
         self.pending = DTensor.from_local(WHOLE, self.square, [Partial(), R])
 
@@ -50,20 +50,20 @@ def world():
         yield World()
 
 
-def torchs():
-    """torch's own placements, which look like ours."""
+def torch_package():
+    """The package of torch's placements, which look like ours."""
     from torch.distributed import tensor as theirs
 
     return theirs
 
 
-# What is called, the exceptions a program may catch it by, and words of the message.
+# By name: the call, the exception that a program may catch, and words of the message.
 CASES = {
     # placements
     "too few placements": (lambda w: distribute_tensor(WHOLE, w.square, [R]), ValueError, "1 for 2 axes"),
     "too many placements": (lambda w: w.local(placements=[R, R, R]), ValueError, "3 for 2 axes"),
     "no placements": (lambda w: distribute_tensor(WHOLE, w.square, []), ValueError, "0 for 2 axes"),
-    "too few to redistribute": (lambda w: w.x.redistribute(placements=[R]), ValueError, "dp=2, tp=2"),
+    "too few for redistribute": (lambda w: w.x.redistribute(placements=[R]), ValueError, "dp=2, tp=2"),
     "too many for a gradient": (lambda w: w.x.to_local(grad_placements=[R, R, R]), ValueError, "3 for 2"),
     "too few for a gradient": (lambda w: w.local(grad_placements=[R]), ValueError, "1 for 2"),
     "too few for a factory": (
@@ -76,7 +76,7 @@ CASES = {
         TypeError,
         "[Shard(dim=0)]",
     ),
-    "one placement to move to": (
+    "one placement for redistribute": (
         lambda w: w.x.redistribute(placements=Shard(0)),
         TypeError,
         "one placement for each",
@@ -87,25 +87,25 @@ CASES = {
         "Replicate(…)",
     ),
     "a number for a placement": (lambda w: w.x.redistribute(tp=0), TypeError, "Axis tp"),
-    "a text for a placement": (lambda w: w.x.redistribute(placements=["S(0)", "R"]), TypeError, "Axis dp"),
+    "a string for a placement": (lambda w: w.x.redistribute(placements=["S(0)", "R"]), TypeError, "Axis dp"),
     "None for a placement": (lambda w: w.x.redistribute(placements=[None, R]), TypeError, "Axis dp has None"),
     "torch's placements": (
-        lambda w: distribute_tensor(WHOLE, w.square, [torchs().Shard(0), torchs().Replicate()]),
+        lambda w: distribute_tensor(WHOLE, w.square, [torch_package().Shard(0), torch_package().Replicate()]),
         TypeError,
         "torch.distributed.tensor",
     ),
     "torch's placements for blocks": (
-        lambda w: w.local(placements=[torchs().Partial(), R]),
+        lambda w: w.local(placements=[torch_package().Partial(), R]),
         TypeError,
         "from shardwise",
     ),
-    "torch's placements to move to": (
-        lambda w: w.x.redistribute(tp=torchs().Shard(0)),
+    "torch's placements for redistribute": (
+        lambda w: w.x.redistribute(tp=torch_package().Shard(0)),
         TypeError,
         "from shardwise",
     ),
     "torch's placements for a factory": (
-        lambda w: sw.zeros(4, device_mesh=w.line, placements=[torchs().Shard(0)]),
+        lambda w: sw.zeros(4, device_mesh=w.line, placements=[torch_package().Shard(0)]),
         TypeError,
         "from shardwise",
     ),
@@ -115,7 +115,7 @@ CASES = {
         ValueError,
         "Mixed Partial reduce types",
     ),
-    "different reductions to move to": (
+    "different reductions for redistribute": (
         lambda w: w.pending.redistribute(tp=Partial("min")),
         ValueError,
         "Mixed Partial reduce types",
@@ -123,12 +123,12 @@ CASES = {
     # dims
     "a dim too large": (lambda w: distribute_tensor(WHOLE, w.square, [Shard(2), R]), ValueError, "-2..1"),
     "a dim too small": (lambda w: distribute_tensor(WHOLE, w.square, [R, Shard(-3)]), ValueError, "axis tp"),
-    "a dim of a number": (
+    "a dim of a scalar": (
         lambda w: distribute_tensor(torch.tensor(1.0), w.square, [Shard(0), R]),
         ValueError,
         "0 dims",
     ),
-    "a dim to move to": (lambda w: w.x.redistribute(tp=Shard(2)), ValueError, "Shard(2) on axis tp"),
+    "a dim for redistribute": (lambda w: w.x.redistribute(tp=Shard(2)), ValueError, "Shard(2) on axis tp"),
     "a dim of a block": (lambda w: w.local(placements=[Shard(2), R]), ValueError, "Shard(2)"),
     "a dim of a gradient": (lambda w: w.x.to_local(grad_placements=[Shard(2), R]), ValueError, "Shard(2)"),
     "a dim of a new tensor": (
@@ -141,7 +141,7 @@ CASES = {
         ValueError,
         "do not multiply to 6",
     ),
-    "a factor there is not": (lambda w: Shard(0, factors=(2, 3), factor=2), ValueError, "0..1"),
+    "a factor out of range": (lambda w: Shard(0, factors=(2, 3), factor=2), ValueError, "0..1"),
     # axes
     "an unknown axis": (lambda w: w.x.redistribute(pp=Shard(0)), ValueError, "'pp'"),
     "an unknown axis among known ones": (lambda w: w.x.redistribute(dp=R, model=R), ValueError, "dp, tp"),
@@ -160,12 +160,16 @@ CASES = {
         ValueError,
         "used 2 times",
     ),
-    "said as a whole and by axis": (
+    "placements and an axis": (
         lambda w: w.x.redistribute(placements=[R, R], tp=R),
         ValueError,
         "placements and also tp",
     ),
-    "said not at all": (lambda w: w.x.redistribute(), RuntimeError, "placements is needed for redistribute!"),
+    "neither placements nor an axis": (
+        lambda w: w.x.redistribute(),
+        RuntimeError,
+        "placements is needed for redistribute!",
+    ),
     # meshes
     "no mesh": (lambda w: distribute_tensor(WHOLE), RuntimeError, "No device mesh is currently active!"),
     "no mesh for blocks": (
@@ -187,12 +191,12 @@ CASES = {
     "to another mesh": (lambda w: w.x.redistribute(w.line, [Shard(0)]), NotImplementedError, "dp=2, tp=2"),
     "a DTensor to another mesh": (lambda w: distribute_tensor(w.x, w.line, [Shard(0)]), ValueError, "all=4"),
     "tensors on two meshes": (
-        lambda w: w.x + w.elsewhere,
+        lambda w: w.x + w.other_mesh,
         NotImplementedError,
         "An op runs on one mesh",
     ),
     "a copy between meshes": (
-        lambda w: w.x.copy_(w.elsewhere),
+        lambda w: w.x.copy_(w.other_mesh),
         NotImplementedError,
         "An op runs on one mesh",
     ),
@@ -202,7 +206,7 @@ CASES = {
         RuntimeError,
         "leaf tensors",
     ),
-    "a DTensor that lies otherwise": (
+    "a DTensor in another layout": (
         lambda w: distribute_tensor(w.x, w.square, [R, R]),
         ValueError,
         "`redistribute`",
@@ -239,7 +243,7 @@ CASES = {
         ValueError,
         "0..3",
     ),
-    # values that cannot be pending
+    # reductions that a dtype does not support
     "a mean of integers": (
         lambda w: distribute_tensor(torch.arange(4), w.line, [Partial("avg")]),
         ValueError,
@@ -250,18 +254,18 @@ CASES = {
         ValueError,
         "torch.int32",
     ),
-    "a mean of truths": (lambda w: w.local(WHOLE > 3, [Partial("avg"), R]), ValueError, "torch.bool"),
-    "a mean of integers to move to": (
+    "a mean of bools": (lambda w: w.local(WHOLE > 3, [Partial("avg"), R]), ValueError, "torch.bool"),
+    "a mean of integers for redistribute": (
         lambda w: w.numbers.redistribute(tp=Partial("avg")),
         ValueError,
         "torch.int64",
     ),
-    "a mean in whole numbers": (
+    "a mean in an integer dtype": (
         lambda w: w.x.redistribute(tp=Partial("avg"), forward_dtype=torch.int32),
         ValueError,
         "torch.int32",
     ),
-    "the largest of complex numbers": (
+    "a max of complex numbers": (
         lambda w: w.local(WHOLE + 0j, [Partial("max"), R]),
         ValueError,
         "Complex numbers have no order",
@@ -279,7 +283,7 @@ CASES = {
         ValueError,
         "(dp=0, tp=0) has (1, 4), not (2, 4)",
     ),
-    "copies that differ": (
+    "replicated blocks that differ": (
         lambda w: w.local(per_rank(lambda r: WHOLE + r), [R, Shard(0)], run_check=True),
         ValueError,
         "Use Partial() or Shard(dim) on dp",
@@ -321,7 +325,7 @@ def test_bad_input_is_a_clear_error_before_anything_is_sent(world, name):
     assert ledger.collectives == 0
 
 
-def test_an_error_leaves_the_tensors_as_they_were(world):
+def test_an_error_leaves_tensors_unchanged(world):
     before = world.x.full_tensor().ranks[0].clone()
     for name in ("a plain tensor written to a DTensor", "a copy between meshes", "tensors on two meshes"):
         call, kind, _ = CASES[name]
@@ -331,7 +335,7 @@ def test_an_error_leaves_the_tensors_as_they_were(world):
     assert world.x.placements == (Shard(0), R)
 
 
-def test_errors_can_be_caught_as_one_kind(world):
+def test_errors_are_layout_errors_or_type_errors(world):
     for call, _, _ in CASES.values():
         with pytest.raises((LayoutError, TypeError)):
             call(world)
@@ -346,7 +350,7 @@ def test_a_mesh_larger_than_the_world_is_an_error(shape):
         init_device_mesh("cpu", shape)
 
 
-def test_a_tensor_on_another_device_than_the_mesh():
+def test_a_tensor_on_another_device_than_the_mesh_is_an_error():
     dist.init_process_group("fake", rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cuda", (4,))
@@ -359,18 +363,18 @@ def test_a_tensor_on_another_device_than_the_mesh():
         dist.destroy_process_group()
 
 
-def test_a_meta_tensor_fits_any_mesh():
+def test_a_meta_tensor_can_be_on_any_mesh():
     with simulate(4):
         x = distribute_tensor(WHOLE.to("meta"), init_device_mesh("cpu", (4,)), [Shard(0)])
         assert x.is_meta
 
 
-def test_numbers_fit_beside_a_dtensor(world):
+def test_numbers_can_be_combined_with_a_dtensor(world):
     for number in (2, 2.0, torch.tensor(2.0), True):
         assert torch.equal((world.x + number).full_tensor().ranks[1], WHOLE + number)
 
 
-def test_only_keyword_arguments_where_torch_has_them(world):
+def test_keyword_only_arguments_are_those_of_torch(world):
     for call in (
         lambda: world.x.to_local([R, R]),
         lambda: world.x.full_tensor([R, R]),

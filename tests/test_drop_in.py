@@ -1,4 +1,4 @@
-"""Programs written for torch's DTensor, run as they are and with one text replaced by another: the same outcome.
+"""Programs written for torch's DTensor have the same outcome when only the name of the package is replaced.
 
 Each program is a function body that returns what a user would look at. Both versions run on 4 real processes.
 """
@@ -37,7 +37,7 @@ def line():
 def square():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
-def seen(x):
+def shown(x):
     return str(x.placements), tuple(x.shape), x.stride(), x.dtype, x.requires_grad, x.is_leaf, x.to_local()
 
 def grid(*shape):
@@ -53,7 +53,7 @@ def program(name: str, text: str) -> None:
     PROGRAMS[name] = textwrap.dedent(text)
 
 
-# ---- making tensors
+# ---- creating tensors
 
 for kind in ("zeros", "ones", "full"):
     value = ", 7.5" if kind == "full" else ""
@@ -62,7 +62,7 @@ for kind in ("zeros", "ones", "full"):
         f"""
         mesh = line()
         return [
-            seen({kind}((n, 3){value}, device_mesh=mesh, placements=[p], dtype=t, requires_grad=g))
+            shown({kind}((n, 3){value}, device_mesh=mesh, placements=[p], dtype=t, requires_grad=g))
             for n in (1, 4, 6, 9) for p in (Shard(0), Shard(1), R)
             for t, g in ((torch.float32, False), (torch.float64, True))
         ]
@@ -73,9 +73,9 @@ for kind in ("zeros", "ones", "full"):
         f"""
         mesh = square()
         places = ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), R], [R, R], [R, Shard(0)])
-        out = [seen({kind}([5, 3]{value}, device_mesh=mesh, placements=p)) for p in places]
+        out = [shown({kind}([5, 3]{value}, device_mesh=mesh, placements=p)) for p in places]
         for sub in (mesh["dp"], mesh["tp"]):
-            out += [seen({kind}([5, 3]{value}, device_mesh=sub, placements=[p])) for p in (Shard(0), Shard(1), R)]
+            out += [shown({kind}([5, 3]{value}, device_mesh=sub, placements=[p])) for p in (Shard(0), Shard(1), R)]
         return out
         """,
     )
@@ -101,32 +101,32 @@ program(
     """
     mesh = line()
     kw = dict(device_mesh=mesh, placements=[Shard(0)])
-    made = [zeros(4, 2, **kw), zeros((4, 2), **kw), zeros([4, 2], **kw), zeros(torch.Size([4, 2]), **kw),
+    tensors = [zeros(4, 2, **kw), zeros((4, 2), **kw), zeros([4, 2], **kw), zeros(torch.Size([4, 2]), **kw),
             zeros(5, **kw), ones(5, **kw), full(5, 2.0, **kw), full((5,), 2.0, **kw), full([4, 2], 1, **kw)]
-    return [seen(x) for x in made] + [tuple(empty(4, 2, **kw).shape), empty(3, **kw).dtype]
+    return [shown(x) for x in tensors] + [tuple(empty(4, 2, **kw).shape), empty(3, **kw).dtype]
     """,
 )
 program(
-    "factories take the mesh around them and replicate by default",
+    "factories use the current mesh and replicate by default",
     """
     with square():
-        return [seen(zeros(3, 2)), seen(ones(3)), seen(zeros(5, 2, placements=[Shard(0), R]))]
+        return [shown(zeros(3, 2)), shown(ones(3)), shown(zeros(5, 2, placements=[Shard(0), R]))]
     """,
 )
 program(
-    "a mesh that not every rank is part of",
+    "a mesh of some ranks",
     """
     mesh = DeviceMesh("cpu", [0, 2])
-    made = [zeros(5, 3, device_mesh=mesh, placements=[Shard(0)]),
+    tensors = [zeros(5, 3, device_mesh=mesh, placements=[Shard(0)]),
             full((5, 3), 2.0, device_mesh=mesh, placements=[R]),
             distribute_tensor(grid(5, 3), mesh, [Shard(0)]),
             distribute_tensor(grid(5, 3), mesh, [R]),
             DTensor.from_local(grid(2, 3), mesh, [Shard(0)])]
-    return [(str(x.placements), tuple(x.shape), x.to_local().numel(), x.to_local()) for x in made]
+    return [(str(x.placements), tuple(x.shape), x.to_local().numel(), x.to_local()) for x in tensors]
     """,
 )
 program(
-    "redistribute on a mesh that not every rank is part of",
+    "redistribute on a mesh of some ranks",
     """
     mesh = DeviceMesh("cpu", [1, 2, 3])
     x = distribute_tensor(grid(5, 3), mesh, [Shard(0)])
@@ -139,7 +139,7 @@ program(
     "distribute_tensor on a line",
     """
     mesh = line()
-    return [seen(distribute_tensor(grid(n, 3).requires_grad_(g), mesh, [p]))
+    return [shown(distribute_tensor(grid(n, 3).requires_grad_(g), mesh, [p]))
             for n in (1, 4, 6, 9) for p in (Shard(0), Shard(1), Shard(-1), Shard(-2), R) for g in (False, True)]
     """,
 )
@@ -148,19 +148,19 @@ program(
     """
     mesh = square()
     some = (Shard(0), Shard(1), Shard(-1), R)
-    return [seen(distribute_tensor(grid(5, 3), mesh, [a, b])) for a in some for b in some]
+    return [shown(distribute_tensor(grid(5, 3), mesh, [a, b])) for a in some for b in some]
     """,
 )
 program(
     "uneven tensors on the sub-meshes of a square",
     """
     mesh = square()
-    return [seen(distribute_tensor(grid(n, 3) + 100 * rank, mesh[axis], [p]))
+    return [shown(distribute_tensor(grid(n, 3) + 100 * rank, mesh[axis], [p]))
             for n in (1, 3, 5) for axis in ("dp", "tp") for p in (Shard(0), Shard(1), R)]
     """,
 )
 program(
-    "distribute_tensor spreads what the source rank holds",
+    "distribute_tensor sends the tensor of the source rank",
     """
     mesh = line()
     out = []
@@ -173,7 +173,7 @@ program(
     """,
 )
 program(
-    "distribute_tensor on a square spreads what the source of each axis holds",
+    "distribute_tensor on a square sends the tensor of the source of each axis",
     """
     mesh = square()
     out = []
@@ -184,7 +184,7 @@ program(
     """,
 )
 program(
-    "distribute_tensor of a DTensor that lies so already",
+    "distribute_tensor of a DTensor in the same layout",
     """
     mesh = line()
     x = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
@@ -193,14 +193,14 @@ program(
     """,
 )
 program(
-    "distribute_tensor takes the mesh around it and replicates by default",
+    "distribute_tensor uses the current mesh and replicates by default",
     """
     with line():
-        return seen(distribute_tensor(grid(3)))
+        return shown(distribute_tensor(grid(3)))
     """,
 )
 program(
-    "distribute_tensor of Partial adds up",
+    "distribute_tensor to Partial",
     """
     mesh = line()
     x = distribute_tensor(grid(4, 3), mesh, [Partial()])
@@ -218,14 +218,14 @@ program(
 # ---- from_local and to_local
 
 program(
-    "from_local and to_local, there and back",
+    "from_local and to_local",
     """
     mesh = line()
     local = grid(2, 3) + rank
     out = []
     for p in (Shard(0), Shard(1), Shard(-1), R, Partial(), Partial("max")):
         x = DTensor.from_local(local, mesh, [p])
-        out.append((seen(x), torch.equal(x.to_local(), local), x.device_mesh == mesh, x.device.type))
+        out.append((shown(x), torch.equal(x.to_local(), local), x.device_mesh == mesh, x.device.type))
     return out
     """,
 )
@@ -239,7 +239,7 @@ program(
     """,
 )
 program(
-    "to_local without grad is the block itself",
+    "to_local without grad returns the block itself",
     """
     x = DTensor.from_local(grid(2, 3), line(), [Shard(0)])
     with torch.no_grad():
@@ -261,7 +261,7 @@ program(
     """,
 )
 program(
-    "the gradient of a DTensor leaf is a DTensor that lies as it does",
+    "the gradient of a leaf is a DTensor in its layout",
     """
     mesh = square()
     out = []
@@ -286,7 +286,7 @@ program(
     """,
 )
 program(
-    "full_tensor and to_local with the placements of their gradients",
+    "full_tensor and to_local with grad_placements",
     """
     mesh = line()
     out = []
@@ -300,7 +300,7 @@ program(
     """,
 )
 program(
-    "gradients through redistribute, there and back",
+    "gradients through redistribute",
     """
     mesh = line()
     out = []
@@ -345,7 +345,7 @@ program(
     sizes = [2, 2, 1, 0]
     local = torch.full((sizes[rank], 10), float(rank))
     x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 10)), stride=(10, 1))
-    return seen(x), x.redistribute(mesh, [R]).to_local(), x.full_tensor()
+    return shown(x), x.redistribute(mesh, [R]).to_local(), x.full_tensor()
     """,
 )
 program(
@@ -357,12 +357,12 @@ program(
     """,
 )
 program(
-    "run_check accepts what is right",
+    "run_check accepts valid blocks",
     """
     mesh = square()
-    made = [DTensor.from_local(grid(2, 3), mesh, [R, R], run_check=True),
+    tensors = [DTensor.from_local(grid(2, 3), mesh, [R, R], run_check=True),
             DTensor.from_local(grid(2, 3) + rank, mesh, [Shard(0), Shard(1)], run_check=True)]
-    return [seen(x) for x in made]
+    return [shown(x) for x in tensors]
     """,
 )
 
@@ -422,12 +422,12 @@ program(
     """,
 )
 program(
-    "redistribute leaves the first tensor as it is",
+    "redistribute does not change its input",
     """
     x = distribute_tensor(grid(5, 3), line(), [Shard(0)])
     y = x.redistribute(placements=[R])
     y.to_local().zero_()
-    return seen(x), y.to_local()
+    return shown(x), y.to_local()
     """,
 )
 program(
@@ -442,7 +442,7 @@ program(
     """,
 )
 program(
-    "redistribute that is not waited for",
+    "asynchronous redistribute",
     """
     mesh = line()
     x = DTensor.from_local(grid(4, 3) + rank, mesh, [Partial()])
@@ -476,7 +476,7 @@ program(
     """,
 )
 
-# ---- what the tensor is
+# ---- attributes, copies and values
 
 program(
     "placements as values",
@@ -492,7 +492,7 @@ program(
     """,
 )
 program(
-    "the spec as client code reads it",
+    "attributes of the spec",
     """
     mesh = square()
     x = distribute_tensor(grid(5, 4), mesh, [Shard(0), R])
@@ -521,7 +521,7 @@ program(
     """,
 )
 program(
-    "as the parameter of a module",
+    "parameters of a module",
     """
     mesh = line()
     class M(nn.Module):
@@ -538,12 +538,12 @@ program(
     third = M()
     third.load_state_dict({k: v.detach() * 3 for k, v in state.items()}, assign=True)
     return (isinstance(w, nn.Parameter), isinstance(w, DTensor), w.requires_grad, w.is_leaf, [n for n, _ in m.named_parameters()],
-            sorted(state), str(state["w"].placements), seen(other.w), seen(third.w), isinstance(third.w, nn.Parameter),
+            sorted(state), str(state["w"].placements), shown(other.w), shown(third.w), isinstance(third.w, nn.Parameter),
             str(w.grad.placements), w.grad.to_local(), isinstance(w.to_local(), nn.Parameter), len(list(m.buffers())))
     """,
 )
 program(
-    "copies of it",
+    "copies",
     """
     mesh = square()
     x = distribute_tensor(grid(5, 4).requires_grad_(), mesh, [Shard(0), R])
@@ -552,7 +552,7 @@ program(
     q = copy.deepcopy(p)
     with torch.no_grad():
         a.to_local().zero_()
-    return (seen(a), seen(b), seen(c), seen(q), isinstance(q, nn.Parameter), x.to_local().detach(),
+    return (shown(a), shown(b), shown(c), shown(q), isinstance(q, nn.Parameter), x.to_local().detach(),
             torch.equal(copy.copy(x).to_local(), x.to_local()))
     """,
 )
@@ -567,11 +567,11 @@ program(
         torch.save({"x": x}, file)
         file.seek(0)
         out.append(torch.load(file, weights_only=weights_only)["x"])
-    return [(seen(y), y.device_mesh == mesh, type(y) is DTensor) for y in out]
+    return [(shown(y), y.device_mesh == mesh, type(y) is DTensor) for y in out]
     """,
 )
 program(
-    "what was loaded can be used",
+    "a loaded tensor can be used",
     """
     mesh = line()
     x = distribute_tensor(grid(5, 4), mesh, [Shard(0)])
@@ -581,11 +581,11 @@ program(
     y = torch.load(file, weights_only=True)
     z = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
     z.copy_(y)
-    return seen(z), (x + y).to_local()
+    return shown(z), (x + y).to_local()
     """,
 )
 program(
-    "what was loaded can be gathered",
+    "a loaded tensor can be gathered",
     """
     mesh = square()
     x = distribute_tensor(grid(5, 4), mesh, [Shard(0), Shard(1)])
@@ -613,22 +613,22 @@ program(
     mesh = square()
     x = distribute_tensor(grid(5, 4), mesh, [Shard(0), Shard(1)])
     y = distribute_tensor(grid(5, 4) * 2 - 3, mesh, [Shard(0), Shard(1)])
-    made = [x + y, x - y, x * 2, x / 4, -x, 3 * x, x.to(torch.float64), x.clone(), x.detach(), torch.zeros_like(x),
+    tensors = [x + y, x - y, x * 2, x / 4, -x, 3 * x, x.to(torch.float64), x.clone(), x.detach(), torch.zeros_like(x),
             torch.ones_like(y), torch.full_like(x, 2.5), torch.empty_like(x).zero_()]
     z = x.clone()
     z += y
     z.copy_(y)
-    return [seen(t) for t in made], seen(z)
+    return [shown(t) for t in tensors], shown(z)
     """,
 )
 program(
-    "answers are those of the whole tensor",
+    "values are those of the full tensor",
     """
     mesh = line()
     x = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
     y = distribute_tensor(grid(4, 3), mesh, [Shard(0)])
-    made = x.sum(), x.max(), x.mean(), x.sum(0)  # torch's own item() answers for the block alone
-    return torch.equal(x, y), [(tuple(t.shape), t.full_tensor()) for t in made], [t.full_tensor().item() for t in made[:3]]
+    results = x.sum(), x.max(), x.mean(), x.sum(0)  # torch's item() returns the value of the block alone
+    return torch.equal(x, y), [(tuple(t.shape), t.full_tensor()) for t in tensors], [t.full_tensor().item() for t in tensors[:3]]
     """,
 )
 program(
@@ -653,14 +653,14 @@ program(
     y = (x.redistribute(placements=[R]).to_local() ** 3).sum()
     (g,) = torch.autograd.grad(y, x, create_graph=True)
     (h,) = torch.autograd.grad((g.to_local() ** 2).sum(), x)
-    return seen(g.detach()), seen(h.detach())
+    return shown(g.detach()), shown(h.detach())
     """,
 )
 
-# ---- looking at communication
+# ---- counting communication
 
 program(
-    "how many collectives redistribute uses",
+    "collectives of redistribute",
     """
     mesh = line()
     out = []
@@ -708,7 +708,7 @@ program(
     """,
 )
 program(
-    "a mode that is left counts no more",
+    "a mode stops counting when it is left",
     """
     x = distribute_tensor(grid(4, 4), line(), [Shard(0)])
     with CommDebugMode() as comm_mode:
@@ -718,10 +718,10 @@ program(
     """,
 )
 
-# ---- the paths that torch documents
+# ---- documented modules
 
 program(
-    "every documented path imports",
+    "every documented module can be imported",
     """
     import importlib
     import torch.distributed.tensor
@@ -740,7 +740,7 @@ program(
     """,
 )
 
-# ---- what goes wrong
+# ---- errors
 
 for name, text in {
     "a non-leaf": "distribute_tensor(grid(4).requires_grad_() * 2, line(), [Shard(0)])",
@@ -756,18 +756,18 @@ for name, text in {
     "from_local of a DTensor": "DTensor.from_local(distribute_tensor(grid(4), line(), [R]), line(), [R])",
     "from_local with a stride but no shape": "DTensor.from_local(grid(4), line(), [Shard(0)], stride=(1,))",
     "different reductions": "DTensor.from_local(grid(4), square(), [Partial('sum'), Partial('max')])",
-    "different reductions to distribute": "distribute_tensor(grid(4), square(), [Partial('min'), Partial('max')])",
-    "redistribute to nowhere": "distribute_tensor(grid(4), line(), [R]).redistribute()",
+    "different reductions for distribute_tensor": "distribute_tensor(grid(4), square(), [Partial('min'), Partial('max')])",
+    "redistribute without a target": "distribute_tensor(grid(4), line(), [R]).redistribute()",
     "redistribute to another mesh": "distribute_tensor(grid(4, 4), line(), [R]).redistribute(square(), [R, R])",
     "redistribute with placements for the mesh": "distribute_tensor(grid(4), line(), [R]).redistribute([Shard(0)])",
     "a plain tensor beside a DTensor": "distribute_tensor(grid(4), line(), [Shard(0)]) + grid(4)",
     "a plain tensor copied into a DTensor": "distribute_tensor(grid(4), line(), [Shard(0)]).copy_(grid(4))",
     "deepcopy of a non-leaf": "copy.deepcopy(distribute_tensor(grid(4).requires_grad_(), line(), [Shard(0)]) * 2)",
     "integers that require grad": "zeros(4, dtype=torch.int64, requires_grad=True, device_mesh=line())",
-    "Shard of no number": "Shard('0')",
-    "an argument there is not": "zeros(4, device_mesh=line(), color='red')",
-    "to_local takes its argument by name": "distribute_tensor(grid(4), line(), [R]).to_local([R])",
-    "sizes that are not whole": "zeros(4.5, device_mesh=line())",
+    "Shard of a string": "Shard('0')",
+    "an unknown argument": "zeros(4, device_mesh=line(), color='red')",
+    "a positional argument of to_local": "distribute_tensor(grid(4), line(), [R]).to_local([R])",
+    "sizes that are not integers": "zeros(4.5, device_mesh=line())",
     "sizes that are negative": "zeros(-4, device_mesh=line())",
     "blocks of different shapes": "DTensor.from_local(grid(3 if rank == 1 else 2), line(), [Shard(0)], run_check=True)",
     "blocks of different dtypes": """DTensor.from_local(
@@ -780,7 +780,7 @@ for name, text in {
 
 
 def outcome(text: str, package: str) -> tuple[str, Any]:
-    """What became of a program: ("returned", …) or ("raised", the exception)."""
+    """Run a program: ("returned", its result) or ("raised", the exception)."""
     source = (HEAD + "\ndef main():\n" + textwrap.indent(text, "    ")).replace(TORCH, package)
     scope: dict[str, Any] = {}
     exec(compile(source, f"<{package}>", "exec"), scope)
@@ -790,22 +790,24 @@ def outcome(text: str, package: str) -> tuple[str, Any]:
         return "raised", error
 
 
-def compared(text: str) -> list[str]:
-    """On one rank: where the program's outcome under the two packages differs."""
+def compare(text: str) -> list[str]:
+    """On one rank: the differences between the outcomes of a program with the two packages."""
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of things that are none of ours
+        warnings.simplefilter("ignore")  # torch's warnings are not compared
         (how, want), (our_how, got) = outcome(text, TORCH), outcome(text, OURS)
     if how != our_how:
         return [f"torch {how} {want!r}, ours {our_how} {got!r}"]
     if how == "raised":
-        told = "" if isinstance(got, TypeError | AttributeError) or str(got) == str(want) else str(got)
-        odd = [] if isinstance(got, type(want)) else [f"torch raised {want!r}, ours {got!r}"]
-        lacks = (
-            [] if not told or ("\n  why: " in told and "\n  fix: " in told) else [f"no why or fix: {told}"]
+        message = "" if isinstance(got, TypeError | AttributeError) or str(got) == str(want) else str(got)
+        wrong_type = [] if isinstance(got, type(want)) else [f"torch raised {want!r}, ours {got!r}"]
+        no_fix = (
+            []
+            if not message or ("\n  why: " in message and "\n  fix: " in message)
+            else [f"no why or fix: {message}"]
         )
-        return [*odd, *lacks]
+        return [*wrong_type, *no_fix]
     return list(differences(want, got, "result"))
 
 
@@ -827,8 +829,8 @@ def differences(want: Any, got: Any, at: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_for_torch_does_the_same_here(workers: Workers, name: str) -> None:
-    found = workers.run(compared, PROGRAMS[name])
+def test_a_program_for_torch_has_the_same_outcome(workers: Workers, name: str) -> None:
+    found = workers.run(compare, PROGRAMS[name])
     assert found == [[]] * 4, "\n".join(f"rank {r}: {d}" for r, ds in enumerate(found) for d in ds[:6])
 
 
@@ -845,4 +847,4 @@ def test_a_program_for_torch_does_the_same_here(workers: Workers, name: str) -> 
     ],
 )
 def test_the_comparison_finds_differences(workers: Workers, text: str) -> None:
-    assert all(workers.run(compared, text))
+    assert all(differences != [] for differences in workers.run(compare, text))

@@ -1,7 +1,7 @@
-"""The laws of redistribution and of gradients on real processes, and that a simulation does just the same.
+"""Redistribution and gradients on real processes, compared with a simulation.
 
-Each program runs on every rank of four gloo processes and once in a simulation of four; it takes a mesh by name
-and hundreds of cases at once, drawn by a seed, so that the start of the processes is paid once.
+Each program runs on every rank of four gloo processes and once in a simulation of four. It takes the name of a mesh and
+hundreds of random cases at once, since starting the processes takes long.
 """
 
 import itertools
@@ -38,35 +38,35 @@ MESHES = {
     "sub-mesh dp of permuted": lambda: _square(3, 1, 0, 2)["dp"],
     "flattened": lambda: _square()._flatten("dp_tp"),
 }
-_kept = {}
+_cached = {}
 
 
 def mesh_of(name):
-    """The mesh of that name; on real processes made once, for each makes process groups."""
+    """The mesh of that name; on real processes it is cached, since it creates process groups."""
     if is_simulated():
         return MESHES[name]()
-    if name not in _kept:
-        _kept[name] = MESHES[name]()
-    return _kept[name]
+    if name not in _cached:
+        _cached[name] = MESHES[name]()
+    return _cached[name]
 
 
-def facts(name):
-    """The axes of a mesh, its ranks' coords, and the ranks of each of its siblings."""
+def describe(name):
+    """The axes of a mesh, the coords of its ranks, and the ranks of each of its siblings."""
     with simulate(4):
         mesh = mesh_of(name)
         return axes_of(mesh), members_of(mesh), siblings_of(mesh)
 
 
 def both(workers, program, *args):
-    """What a program gives on each real rank, and on each simulated one."""
+    """The results of a program on each real rank, and on each simulated one."""
     real = workers.run(program, *args)
     with simulate(4):
-        played = program(*args)
-        return real, [_of_rank(played, rank) for rank in range(4)]
+        results = program(*args)
+        return real, [_of_rank(results, rank) for rank in range(4)]
 
 
 def _of_rank(result, rank):
-    """A simulated result as one rank would have it; what a rank off the mesh holds is nothing."""
+    """A simulated result as one rank has it; None for a rank off the mesh."""
     match result:
         case PerRank():
             return result._blocks.get(rank)
@@ -75,21 +75,21 @@ def _of_rank(result, rank):
     return result
 
 
-def assert_alike(real, played):
-    """Blocks are the same to the bit; a rank off the mesh holds an empty one."""
-    if isinstance(played, list):
-        assert len(real) == len(played)
-        for r, p in zip(real, played, strict=True):
-            assert_alike(r, p)
-    elif played is None:
+def assert_equal(real, simulated):
+    """Assert that blocks are bitwise equal; a rank off the mesh has an empty one."""
+    if isinstance(simulated, list):
+        assert len(real) == len(simulated)
+        for r, p in zip(real, simulated, strict=True):
+            assert_equal(r, p)
+    elif simulated is None:
         assert real is None or real.numel() == 0
-    elif isinstance(played, torch.Tensor):
-        assert same_bits(real, played), (real, played)
+    elif isinstance(simulated, torch.Tensor):
+        assert same_bits(real, simulated), (real, simulated)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two layouts and a dtype to go between them with."""
+    """A redistribution between two layouts, in a dtype."""
 
     source: Layout
     target: Layout
@@ -103,8 +103,8 @@ class Case:
         return tensor(self.whole(), self.source, mesh, self.seed)
 
 
-def drawn(on, count, seed, dtypes=tuple(REDUCTIONS)):
-    """Cases on a mesh of these axes, the same for the same seed."""
+def random_cases(on, count, seed, dtypes=tuple(REDUCTIONS)):
+    """Random cases on a mesh of these axes, determined by the seed."""
     rng = random.Random(seed)
     out = []
     for number in range(count):
@@ -121,8 +121,8 @@ def drawn(on, count, seed, dtypes=tuple(REDUCTIONS)):
 # ---- redistribution
 
 
-def redistributed(name, cases):
-    """For each case: the new block, the whole, and what was sent."""
+def redistribute_all(name, cases):
+    """For each case: the new block, the full tensor, and what was sent."""
     mesh, out = mesh_of(name), []
     for case in cases:
         x = case.tensor(mesh)
@@ -135,9 +135,9 @@ def redistributed(name, cases):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_redistribution(workers, name):
-    on, members, siblings = facts(name)
-    cases = drawn(on, 120, seed=1)
-    real, played = both(workers, redistributed, name, cases)
+    on, members, siblings = describe(name)
+    cases = random_cases(on, 120, seed=1)
+    real, simulated = both(workers, redistribute_all, name, cases)
     for number, case in enumerate(cases):
         blocks, wholes, sent, calls = zip(*(rank[number] for rank in real), strict=True)
         plan = plan_redistribute(case.source, case.target, case.dtype.itemsize)
@@ -152,14 +152,14 @@ def test_redistribution(workers, name):
                 assert calls[rank] == plan.collectives
             else:
                 assert (wholes[rank].numel(), sent[rank], calls[rank]) == (0, 0, 0)
-        assert sum(sent) == played[0][number][2]
+        assert sum(sent) == simulated[0][number][2]
         ops = {op for step in plan.steps for op in step.reduced.values()}
         if all(wire_size(case.dtype, op) == case.dtype.itemsize for op in ops):
             assert sum(sent) == len(siblings) * plan.bytes, case
-    assert_alike([[r[:2] for r in rank] for rank in real], [[r[:2] for r in rank] for rank in played])
+    assert_equal([[r[:2] for r in rank] for rank in real], [[r[:2] for r in rank] for rank in simulated])
 
 
-def moved_bits(name, cases):
+def redistribute_bits(name, cases):
     mesh, out = mesh_of(name), []
     for case in cases:
         x = tensor(bits_of(case.dtype, case.source.shape, case.seed), case.source, mesh)
@@ -168,24 +168,24 @@ def moved_bits(name, cases):
 
 
 @pytest.mark.parametrize("name", ["(2, 2)", "permuted"])
-def test_every_dtype_moves_bit_by_bit(workers, name):
-    on, members, _ = facts(name)
+def test_redistribution_keeps_every_bit_of_every_dtype(workers, name):
+    on, members, _ = describe(name)
     rng = random.Random(2)
     pairs = [[random_layout(rng, on, (5, 7)) for _ in range(2)] for _ in range(8)]
     cases = [Case(a, b, dtype, i) for i, (a, b) in enumerate(pairs) for dtype in DTYPES]
-    real = workers.run(moved_bits, name, cases)
+    real = workers.run(redistribute_bits, name, cases)
     for number, case in enumerate(cases):
         whole = bits_of(case.dtype, (5, 7), case.seed)
         for rank, coord in members.items():
             assert same_bits(real[rank][number], take(whole, owned(case.target, coord))), case
 
 
-def moved_singles():
+def redistribute_single_elements():
     return [single_elements(mesh_of("(4,)"), dtype) for dtype in DTYPES]
 
 
-def test_single_elements_keep_every_bit_whatever_their_stride(workers):
-    for rank in workers.run(moved_singles):
+def test_single_elements_of_any_stride_keep_every_bit(workers):
+    for rank in workers.run(redistribute_single_elements):
         for whole, *moved in rank:
             assert all(same_bits(f, whole) for f in moved), whole.dtype
 
@@ -197,7 +197,7 @@ ROWS = torch.tensor(
 
 
 def extremes(name):
-    """NaN and infinities on one rank or another, through even and uneven blocks."""
+    """Reductions of NaN and infinities on different ranks, with even and uneven blocks."""
     mesh, out = mesh_of(name), []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2):
         for op in ("max", "min", "sum"):
@@ -210,21 +210,21 @@ def extremes(name):
 
 
 def test_nan_and_infinities(workers):
-    real, played = both(workers, extremes, "(4,)")
+    real, simulated = both(workers, extremes, "(4,)")
     for rank in range(4):
         assert len(real[rank]) == 60
-        for (op, size, found), (*_, simulated), (*_, first) in zip(
-            real[rank], played[rank], real[0], strict=True
+        for (op, size, found), (*_, in_simulation), (*_, first) in zip(
+            real[rank], simulated[rank], real[0], strict=True
         ):
             rows = ROWS[:, :size]
             expected = {"max": rows.amax(0), "min": rows.amin(0), "sum": rows.sum(0)}[op]
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-            torch.testing.assert_close(simulated, expected, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(in_simulation, expected, rtol=0, atol=0, equal_nan=True)
             assert same_bits(found, first)
 
 
 def sums(name, cases):
-    """What becomes of pending sums of numbers whose order of adding shows."""
+    """Redistributions of pending sums whose result depends on the order of addition."""
     mesh, out = mesh_of(name), []
     for source, target, dtype in cases:
         pending = [a for a, _ in source.partial]
@@ -245,8 +245,8 @@ def sums(name, cases):
 
 
 @pytest.mark.parametrize("name", ["(4,)", "(2, 2)", "permuted", "a permuted line"])
-def test_r48_copies_are_the_same_in_every_bit(workers, name):
-    on, members, _ = facts(name)
+def test_r48_replicas_are_bitwise_equal(workers, name):
+    on, members, _ = describe(name)
     rng = random.Random(4)
     cases = []
     while len(cases) < 60:
@@ -257,11 +257,11 @@ def test_r48_copies_are_the_same_in_every_bit(workers, name):
     real = workers.run(sums, name, cases)
     for number, (_, target, _) in enumerate(cases):
         found = {members[r]: real[r][number] for r in members}
-        value(found, target)  # which asserts that copies are the same
+        value(found, target)  # asserts that replicas are equal
 
 
-def eight_copies():
-    """Sums over four ranks in two columns, which hold the same but whose ranks come in other orders."""
+def sums_on_eight_ranks():
+    """Sums over four ranks in two replicas, in which the ranks have different orders."""
     mesh = sw.DeviceMesh("cpu", [[0, 7], [1, 5], [2, 3], [6, 4]], mesh_dim_names=("dp", "tp"))
     out = []
     for size in (64, 63):
@@ -272,13 +272,15 @@ def eight_copies():
     return out
 
 
-def test_r48_also_where_the_ranks_of_copies_come_in_another_order():
-    first, *others = sw.launch(lambda: eight_copies(), 8, timeout=120)  # a lambda forks, which is quick
+def test_r48_replicas_with_ranks_in_another_order_are_bitwise_equal():
+    first, *others = sw.launch(
+        lambda: sums_on_eight_ranks(), 8, timeout=120
+    )  # a lambda forks, which is faster
     for other in others:
         assert all(same_bits(a, b) for a, b in zip(first, other, strict=True))
 
 
-def orders(name):
+def groups_are_ordered(name):
     mesh = mesh_of(name)
     subsets = [c for n in range(1, mesh.ndim + 1) for c in itertools.combinations(range(mesh.ndim), n)]
     me, sizes = coord_of(mesh), axes_of(mesh).sizes
@@ -287,14 +289,14 @@ def orders(name):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_groups_are_in_the_order_of_coords(workers, name):
-    assert workers.run(orders, name) == [True] * 4
+    assert workers.run(groups_are_ordered, name) == [True] * 4
 
 
-# ---- waiting
+# ---- asynchronous redistribution
 
 
-def waited_for(name, use, count):
-    """Several at once on their way, used one after the other from the last to the first."""
+def use_async_results(name, use, count):
+    """Start several redistributions, then use their results from the last to the first."""
     mesh, cases = mesh_of(name), []
     for number in range(count):
         whole = torch.arange(15.0).view(5, 3)
@@ -312,13 +314,13 @@ def waited_for(name, use, count):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_async_results_are_there_when_they_are_used(workers, use):
-    for rank in workers.run(waited_for, "(4,)", use, 6):
+def test_using_an_async_result_waits_for_it(workers, use):
+    for rank in workers.run(use_async_results, "(4,)", use, 6):
         assert all(torch.equal(found, torch.arange(15.0).view(5, 3)) for found in rank)
 
 
 def in_flight(name):
-    """Two of one tensor on their way at once, ended in the other order, while its blocks are written to."""
+    """Two redistributions of one tensor at a time, finished in the other order, while its blocks are written to."""
     mesh, out = mesh_of(name), []
     for shape in ((8, 4), (5, 3)):
         whole = torch.arange(float(shape[0] * shape[1])).view(shape)
@@ -341,7 +343,7 @@ def test_collectives_overlap_each_other_and_other_work(workers):
 
 
 def gradients(name, cases):
-    """For each case: the gradients of a leaf and of a block, first and second ones."""
+    """For each case: the first and second gradients of a leaf, and the gradient of a block."""
     mesh, out = mesh_of(name), []
     here = is_simulated() or coord_of(mesh) is not None
     for case in cases:
@@ -361,33 +363,33 @@ def gradients(name, cases):
 
 @pytest.mark.parametrize("name", ["(4,)", "(2, 2)", "permuted", "2 of 4", "sub-mesh tp"])
 def test_gradients(workers, name):
-    on, members, siblings = facts(name)
+    on, members, siblings = describe(name)
     cases = []
-    for case in drawn(on, 60, seed=5, dtypes=(torch.float64,)):
+    for case in random_cases(on, 60, seed=5, dtypes=(torch.float64,)):
         ops = {op for _, op in case.source.partial}
         if ops <= {"sum", "avg"}:
             cases.append(case)
-    real, played = both(workers, gradients, name, cases)
+    real, simulated = both(workers, gradients, name, cases)
     assert len(cases) > 30
     for number, case in enumerate(cases):
         whole = case.whole().requires_grad_()
         w = dense_tensor(whole.shape, torch.float64, case.seed + 1) + 0.5
         (grad,) = torch.autograd.grad((whole**3 * w).sum(), whole, create_graph=True)
         (grad**2).sum().backward()
-        lie = case.source.with_partial({})
+        layout = case.source.with_partial({})
         mean = 1
         for a, op in case.source.partial:
             mean *= on.sizes[a] if op == "avg" else 1
         for ranks in siblings:
             first, second, block = ({members[r]: real[r][number][i] for r in ranks} for i in range(3))
-            torch.testing.assert_close(value(first, lie), grad.detach())
-            torch.testing.assert_close(value(second, lie), whole.grad)
+            torch.testing.assert_close(value(first, layout), grad.detach())
+            torch.testing.assert_close(value(second, layout), whole.grad)
             for coord, found in block.items():
-                torch.testing.assert_close(found, take(w, owned(lie, coord)) / mean)
-    assert_alike(real, played)
+                torch.testing.assert_close(found, take(w, owned(layout, coord)) / mean)
+    assert_equal(real, simulated)
 
 
-def extreme_gradients(name):
+def gradients_of_max_and_min(name):
     mesh = mesh_of(name)
     rows = torch.tensor([[3.0, 1.0, 2.0], [3.0, 4.0, 2.0], [0.0, 4.0, 2.0], [-1.0, 5.0, 2.0]])
     out = []
@@ -399,15 +401,15 @@ def extreme_gradients(name):
     return out
 
 
-def test_the_gradient_of_an_extreme_goes_to_those_that_hold_it(workers):
+def test_the_gradient_of_a_pending_max_or_min_goes_to_the_ranks_that_hold_it(workers):
     expected = [[1.0, 0.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 3.0, 1.0]]
-    real, played = both(workers, extreme_gradients, "(4,)")
+    real, simulated = both(workers, gradients_of_max_and_min, "(4,)")
     assert [[g.tolist() for g in rank] for rank in real] == [[row, row] for row in expected]
-    assert_alike(real, played)
+    assert_equal(real, simulated)
 
 
 def different_uses(name):
-    """A replicated block that each rank uses in its own way, and a pending one that goes out and in again."""
+    """Gradients of a replicated block that each rank uses differently, and of a pending one through to_local and from_local."""
     mesh = mesh_of(name)
     x = sw.distribute_tensor(torch.arange(6.0), mesh, [Replicate()]).requires_grad_()
     local = x.to_local(grad_placements=[Partial()])
@@ -418,19 +420,19 @@ def different_uses(name):
     return [x.grad.full_tensor(), y.grad.full_tensor()]
 
 
-def test_r37_r38_blocks_out_and_in_again(workers):
-    real, played = both(workers, different_uses, "(4,)")
-    assert_alike(real, played)
-    for used, back in real:
-        assert torch.equal(used, torch.full((6,), 10.0))
-        assert torch.equal(back, torch.arange(6.0))
+def test_r37_r38_gradients_through_to_local_and_from_local(workers):
+    real, simulated = both(workers, different_uses, "(4,)")
+    assert_equal(real, simulated)
+    for replicated, pending in real:
+        assert torch.equal(replicated, torch.full((6,), 10.0))
+        assert torch.equal(pending, torch.arange(6.0))
 
 
-# ---- making tensors
+# ---- creating tensors
 
 
-def distributed(name, cases):
-    """Spread from one rank, of whose tensor the others know nothing; and cut from each rank's own."""
+def distribute_all(name, cases):
+    """Distribute a tensor that only the source rank has, and one that each rank slices itself."""
     mesh, out = mesh_of(name), []
     source = min(mesh.shape) - 1
     for case in cases:
@@ -447,38 +449,38 @@ def distributed(name, cases):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_distribute_tensor(workers, name):
-    on, members, siblings = facts(name)
-    cases = drawn(on, 40, seed=6)
-    real, played = both(workers, distributed, name, cases)
+    on, members, siblings = describe(name)
+    cases = random_cases(on, 40, seed=6)
+    real, simulated = both(workers, distribute_all, name, cases)
     for number, case in enumerate(cases):
         for ranks in siblings:
-            for made in (0, 1):
-                found = {members[r]: real[r][number][made] for r in ranks}
+            for way in (0, 1):
+                found = {members[r]: real[r][number][way] for r in ranks}
                 assert torch.equal(value(found, case.target), wide(case.whole())), case
-    assert_alike(real, played)
+    assert_equal(real, simulated)
 
 
 def offsets(name):
     mesh = mesh_of(name)
-    place = [Shard(0)] * mesh.ndim
-    x = sw.distribute_tensor(torch.arange(2.0), mesh, place)
-    return sw.compute_local_shape_and_global_offset((2,), mesh, place), x.full_tensor().tolist()
+    placements = [Shard(0)] * mesh.ndim
+    x = sw.distribute_tensor(torch.arange(2.0), mesh, placements)
+    return sw.compute_local_shape_and_global_offset((2,), mesh, placements), x.full_tensor().tolist()
 
 
 def test_r26_offsets_of_empty_blocks(workers):
-    on, members, _ = facts("(2, 2)")
+    on, members, _ = describe("(2, 2)")
     layout = Layout.of((2,), on, [Shard(0), Shard(0)])
     found = workers.run(offsets, "(2, 2)")
-    assert [place for place, _ in found] == [((1,), (0,)), ((0,), (2,)), ((1,), (1,)), ((0,), (2,))]
-    assert [place[1] for place, _ in found] == [block_offset(layout, c) for c in members.values()]
+    assert [block for block, _ in found] == [((1,), (0,)), ((0,), (2,)), ((1,), (1,)), ((0,), (2,))]
+    assert [block[1] for block, _ in found] == [block_offset(layout, c) for c in members.values()]
     assert all(whole == [0.0, 1.0] for _, whole in found)
 
 
 # ---- ranks that are not on the mesh
 
 
-def beside(name):
-    """Ranks off the mesh run the same program, hold nothing, and wait for nobody."""
+def off_the_mesh(name):
+    """A program on a mesh of two ranks, run by all ranks."""
     mesh = mesh_of(name)
     x = sw.distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]).requires_grad_()
     y = x.redistribute(placements=[Replicate()])
@@ -492,8 +494,8 @@ def beside(name):
     )
 
 
-def test_ranks_beside_the_mesh_do_not_hang(workers):
-    found = workers.run(beside, "2 of 4")
+def test_ranks_off_the_mesh_have_empty_blocks_and_do_not_hang(workers):
+    found = workers.run(off_the_mesh, "2 of 4")
     assert [coord for coord, *_ in found] == [None, (1,), None, (0,)]
     assert all(shape == (3, 2) for _, shape, *_ in found)
     assert found[3][2:] == ([[[0, 1], [2, 3]], [[0, 1], [2, 3], [4, 5]], [[0], [2], [4]]], [[1, 1], [1, 1]])
@@ -501,25 +503,25 @@ def test_ranks_beside_the_mesh_do_not_hang(workers):
     assert found[0][2:] == found[2][2:] == ([[], [], []], [])
 
 
-# ---- the meshes themselves
+# ---- meshes and compiled code
 
 
 def test_axes_of_the_meshes():
-    found = {name: facts(name)[0] for name in MESHES}
+    found = {name: describe(name)[0] for name in MESHES}
     assert found["flattened"] == Axes((4,), ("dp_tp",))
     assert found["sub-mesh tp"] == Axes((2,), ("tp",))
     assert found["permuted"] == Axes((2, 2), ("dp", "tp"))
-    assert facts("permuted")[1] == {0: (1, 0), 1: (0, 1), 2: (1, 1), 3: (0, 0)}
-    assert facts("sub-mesh dp of permuted")[2] == [[3, 0], [1, 2]]
+    assert describe("permuted")[1] == {0: (1, 0), 1: (0, 1), 2: (1, 1), 3: (0, 0)}
+    assert describe("sub-mesh dp of permuted")[2] == [[3, 0], [1, 2]]
 
 
 def in_compiled_code() -> tuple[bool, bool]:
-    """A result still on its way goes into a compiled function, and one is made inside of another."""
+    """Pass an asynchronous result to a compiled function, and create one inside another."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     dense = torch.arange(30.0).view(5, 6)
     x = sw.distribute_tensor(dense, mesh, [sw.Shard(0)])
-    late = x.redistribute(tp=sw.Replicate(), async_op=True)
-    doubled = torch.compile(lambda t: t + t, backend="aot_eager", fullgraph=True)(late)
+    pending = x.redistribute(tp=sw.Replicate(), async_op=True)
+    doubled = torch.compile(lambda t: t + t, backend="aot_eager", fullgraph=True)(pending)
     moved = torch.compile(
         lambda t: t.redistribute(placements=[sw.Shard(1)], async_op=True) * 3,
         backend="aot_eager",
@@ -528,11 +530,11 @@ def in_compiled_code() -> tuple[bool, bool]:
     return torch.equal(doubled.full_tensor(), dense * 2), torch.equal(moved.full_tensor(), dense * 3)
 
 
-def test_async_results_are_there_in_compiled_code(workers):
+def test_async_results_in_compiled_code(workers):
     assert workers.run(in_compiled_code) == [(True, True)] * 4
 
 
-def a_gradient_that_compiled_code_did_not_expect() -> str:
+def unexpected_gradient_of_compiled_code() -> str:
     mesh = sw.init_device_mesh("cpu", (4,))
     plain = torch.ones(4, requires_grad=True)
     doubled = torch.compile(lambda t: t + t, backend="aot_eager", fullgraph=True)(plain)
@@ -544,6 +546,6 @@ def a_gradient_that_compiled_code_did_not_expect() -> str:
 
 
 @pytest.mark.processes
-def test_a_gradient_of_another_kind_has_torchs_own_error(workers):
-    said = workers.run(a_gradient_that_compiled_code_did_not_expect)
-    assert all("guessed its\nmetadata incorrectly" in s for s in said), said
+def test_an_unexpected_gradient_of_compiled_code_raises_torchs_error(workers):
+    messages = workers.run(unexpected_gradient_of_compiled_code)
+    assert all("guessed its\nmetadata incorrectly" in message for message in messages), messages

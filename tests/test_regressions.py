@@ -111,7 +111,7 @@ def check(mesh, program, *inputs, grads=True):
     assert [t.requires_grad for t in tensors_in(got)] == [t.requires_grad for t in tensors_in(expected)]
     for results in (expected, got):
         differentiable = [t for t in tensors_in(results) if t.requires_grad]
-        assert differentiable, "no result has a gradient: say grads=False"
+        assert differentiable, "no result has a gradient: pass grads=False"
         weights = [numbers(t.shape, 100 + n, t.dtype) for n, t in enumerate(differentiable)]
         if results is got:
             weights = [sw.distribute_tensor(w, mesh) for w in weights]
@@ -125,7 +125,7 @@ def check(mesh, program, *inputs, grads=True):
 
 PENDING = ["[5, 3] P(dp,sum)", "[5, 3] P(dp,sum) P(tp,sum)", "[5:tp, 3] P(dp,sum)", "[5, 3:dp] P(tp,avg)"]
 EXTREMES = ["[5, 3] P(dp,max)", "[5:tp, 3] P(dp,min)", "[5, 3] P(dp,max) P(tp,max)"]
-CUT = ["[5:dp, 3]", "[5, 3:tp]", "[5:dp, 3:tp]", "[5:dp,tp, 3]", "[5:tp,dp, 3]", "[5, 3]"]
+SPLIT = ["[5:dp, 3]", "[5, 3:tp]", "[5:dp, 3:tp]", "[5:dp,tp, 3]", "[5:tp,dp, 3]", "[5, 3]"]
 
 
 # Partial
@@ -151,20 +151,20 @@ def test_r01_a_number_added_to_a_pending_sum(square, program, layout):
     check(square, program, layout, grads="max" not in layout and "min" not in layout)
 
 
-@cases("layout", [*CUT, *PENDING])
+@cases("layout", [*SPLIT, *PENDING])
 def test_r02_scalars_in_a_loop(square, layout):
     check(square, lambda x: [x.mean() * i for i in range(1, 5)], layout)
     check(square, lambda x: [x.mean() * float(i) + i for i in range(4)], layout)
     check(square, lambda x: [x.pow(i).sum() for i in (1, 2, 3)], layout)
 
 
-@cases("layout", [*CUT, *PENDING])
+@cases("layout", [*SPLIT, *PENDING])
 def test_r03_a_norm_plus_a_number(square, layout):
     check(square, lambda x: [x.norm() + 2, x.norm() + torch.tensor(2.0), x.norm() + torch.tensor(2)], layout)
     check(square, lambda x: [2 + x.norm(dim=0), x.norm(dim=1) - torch.tensor(2.0)], layout)
 
 
-@cases("layout", [*PENDING, *CUT])
+@cases("layout", [*PENDING, *SPLIT])
 @cases("order", [0, 1, 2, 3, float("inf")])
 def test_r04_norms(square, layout, order):
     check(square, lambda x: torch.linalg.vector_norm(x, order), layout, grads=order in (1, 2, 3))
@@ -183,7 +183,7 @@ def test_r05_max_and_min_of_a_pending_sum(square, layout):
     check(square, lambda x: [torch.maximum(x, x * 2), x.cummax(0)[0], x.median()], layout, grads=grads)
 
 
-@cases("layout", [*CUT, *PENDING])
+@cases("layout", [*SPLIT, *PENDING])
 @cases("order", [1, 2, float("inf")])
 def test_r06_ops_on_a_norm_of_partial_values(square, layout, order):
     def program(x):
@@ -194,7 +194,7 @@ def test_r06_ops_on_a_norm_of_partial_values(square, layout, order):
     check(square, program, layout, grads=order != float("inf"))
 
 
-@cases("layout", [*EXTREMES, *CUT])
+@cases("layout", [*EXTREMES, *SPLIT])
 def test_r06_ops_on_a_pending_max_or_min(square, layout):
     def program(x):
         m = x.amax(0)
@@ -203,7 +203,7 @@ def test_r06_ops_on_a_pending_max_or_min(square, layout):
     check(square, program, layout, grads="P" not in layout)
 
 
-@cases("target", [*PENDING, *EXTREMES, *CUT])
+@cases("target", [*PENDING, *EXTREMES, *SPLIT])
 @cases("source", ["[5, 3] P(dp,sum)", "[5, 3] P(tp,max)", "[3] P(dp,sum)"])
 def test_r07_copying_between_pending_tensors(square, target, source):
     def program(x, y):
@@ -222,7 +222,7 @@ def test_r07_einsum_and_its_gradients(square, a, b):
     check(square, lambda x, y: torch.einsum("bij,cjk->ick", x, y), a, b)
 
 
-@cases("layout", [*PENDING, *EXTREMES, *CUT])
+@cases("layout", [*PENDING, *EXTREMES, *SPLIT])
 def test_r08_clamp_in_place(square, layout):
     def program(x):
         y = x.clone()
@@ -247,7 +247,7 @@ def test_r09_from_one_pending_reduction_to_another(line, a, b):
         same(y, value[a.reduce_op])
 
 
-@cases("layout", [*PENDING, *EXTREMES, *CUT])
+@cases("layout", [*PENDING, *EXTREMES, *SPLIT])
 @cases("edges", ["[3]", "[3:dp]", "[3] P(tp,sum)"])
 def test_r10_bucketize(square, layout, edges):
     inputs = [
@@ -263,8 +263,8 @@ def test_r10_bucketize(square, layout, edges):
 @cases("a,b", itertools.product(["sum", "avg", "max", "min", "product"], repeat=2))
 def test_r10_two_reductions_in_one_op(square, a, b):
     inputs = [f"[5, 3] P(dp,{a})", f"[5, 3] P(dp,{b})"]
-    elsewhere = [f"[5, 3] P(dp,{a})", f"[5, 3] P(tp,{b})"]
-    for pair in (inputs, elsewhere):
+    on_another_axis = [f"[5, 3] P(dp,{a})", f"[5, 3] P(tp,{b})"]
+    for pair in (inputs, on_another_axis):
         check(square, lambda x, y: [x + y, x - y, x * y, torch.maximum(x, y)], *pair, grads=False)
         check(
             square, lambda x, y: [torch.where(x > y, x, y), torch.cat([x, y]), x @ y.t()], *pair, grads=False
@@ -282,7 +282,7 @@ def test_r11_threshold_is_monotone_only_for_some_arguments(square, op, edge, val
 # Reductions and losses
 
 
-@cases("layout", [*CUT, *PENDING])
+@cases("layout", [*SPLIT, *PENDING])
 def test_r12_indices_of_max_and_min(square, layout):
     check(square, lambda x: [*x.max(0), *x.min(1), *x.max(1, keepdim=True)], layout)
     check(
@@ -595,8 +595,8 @@ def test_r29_local_map_of_uneven_blocks(square, layout):
         def on_blocks(block, number):
             return block.exp() * number, torch.stack([block, -block], -1)
 
-        there = list(x.placements)
-        return list(local_map(on_blocks, out_placements=(there, there))(x, 2))
+        placements = list(x.placements)
+        return list(local_map(on_blocks, out_placements=(placements, placements))(x, 2))
 
     check(square, program, layout)
 
@@ -723,7 +723,7 @@ def test_r34_attention_with_other_arguments(square, layout):
     check(square, masked, layout, layout, QKV[1], "[2:dp, 1, 5, 5:tp]")
 
 
-@cases("layout", CUT)
+@cases("layout", SPLIT)
 def test_r35_numeric_arguments_of_slices_and_histograms(square, layout):
     def slices(x):
         return [x[:2], x[1:3], x[3:], x[:, :1], x[:, 1:2], x[::2], x[1::2], x[-2:]]
@@ -777,7 +777,7 @@ def test_r41_a_row_parallel_linear(square):
 # Scalars, asynchronous redistribution, randomness
 
 
-@cases("layout", [*CUT, *PENDING, *EXTREMES])
+@cases("layout", [*SPLIT, *PENDING, *EXTREMES])
 def test_r45_python_values(square, layout):
     x, whole = distributed(square, layout), numbers((5, 3))
     assert x.sum().item() == pytest.approx(whole.sum().item())
@@ -787,13 +787,13 @@ def test_r45_python_values(square, layout):
     other = whole.clone()
     other[4, 2] += 1  # an element that the first ranks do not hold
     for text in ("[5:dp, 3]", "[5, 3]", "[5, 3:tp]"):
-        twin, unlike = distributed(square, text), distributed(square, text, other)
-        assert torch.allclose(x, twin)
-        assert not torch.allclose(x, unlike)
-        assert not torch.equal(x, unlike)
-        assert torch.equal(twin, distributed(square, "[5:tp,dp, 3]"))
-        assert torch.isclose(x, twin).all()
-        assert bool((x != unlike).any())
+        equal, unequal = distributed(square, text), distributed(square, text, other)
+        assert torch.allclose(x, equal)
+        assert not torch.allclose(x, unequal)
+        assert not torch.equal(x, unequal)
+        assert torch.equal(equal, distributed(square, "[5:tp,dp, 3]"))
+        assert torch.isclose(x, equal).all()
+        assert bool((x != unequal).any())
     assert bool(x.abs().sum() > 0)
     assert not bool((x.abs() > 100).any())
     with pytest.raises(RuntimeError, match="Boolean value of Tensor with more than one value is ambiguous"):
@@ -805,16 +805,16 @@ def test_r45_python_values(square, layout):
 def test_r47_an_asynchronous_result_is_waited_for(square, layout, goal):
     whole = numbers((5, 3))
 
-    def late():
+    def pending():
         return distributed(square, layout).redistribute(placements=goal, async_op=True)
 
-    same(late().float(), whole.float())
-    same(late().to(torch.bfloat16).to(torch.float32), whole.to(torch.bfloat16).float())
-    same(late().add_(1), whole + 1)
-    same(late().t(), whole.t())
-    same(torch.stack(torch._foreach_mul([late(), late()], 2)), torch.stack([whole * 2] * 2))
-    same(late() + late(), whole * 2)
-    same(late(), whole)
+    same(pending().float(), whole.float())
+    same(pending().to(torch.bfloat16).to(torch.float32), whole.to(torch.bfloat16).float())
+    same(pending().add_(1), whole + 1)
+    same(pending().t(), whole.t())
+    same(torch.stack(torch._foreach_mul([pending(), pending()], 2)), torch.stack([whole * 2] * 2))
+    same(pending() + pending(), whole * 2)
+    same(pending(), whole)
 
 
 @cases("layout", ["[7] P(dp,sum) P(tp,sum)", "[7] P(tp,avg) P(dp,sum)"])
@@ -965,8 +965,8 @@ def test_a_complex_product_over_a_split_dim(dim):
     want = dense.prod() if dim is None else dense.prod(dim)
     with simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        for place in (Shard(0), Shard(1)):
-            x = sw.distribute_tensor(dense, mesh, [place])
+        for placement in (Shard(0), Shard(1)):
+            x = sw.distribute_tensor(dense, mesh, [placement])
             got = x.prod() if dim is None else x.prod(dim)
             torch.testing.assert_close(got.full_tensor().ranks[1], want)
 

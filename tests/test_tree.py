@@ -1,4 +1,4 @@
-"""The source tree holds what the architecture promises: private torch in one room, no sniffing, no cycles, small files."""
+"""Properties of the source tree: private torch in one room, no dependence on frames or callers, small functions."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Making DTensors: of a whole tensor, of blocks; and where a block lies."""
+"""Creating DTensors from full tensors and from blocks; the shape and offset of a block."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def grid(*shape):
 
 
 @given(axes(), shapes(), st.data())
-def test_each_rank_gets_its_block_of_the_whole(on, shape, data):
-    said = data.draw(placements(on, len(shape), partial=False))
+def test_each_rank_gets_its_block(on, shape, data):
+    given_placements = data.draw(placements(on, len(shape), partial=False))
     dtype = data.draw(
         st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
     )
@@ -66,7 +66,7 @@ def test_each_rank_gets_its_block_of_the_whole(on, shape, data):
     whole = dense_tensor(shape, dtype, 0)
     with simulate(on.count):
         mesh = mesh_of(on)
-        x = distribute_tensor(whole, mesh, said, src_data_rank=source)
+        x = distribute_tensor(whole, mesh, given_placements, src_data_rank=source)
         assert (x.shape, x.dtype, x.stride()) == (whole.shape, dtype, whole.stride())
         for coord, block in blocks_of(x, mesh).items():
             assert block.is_contiguous()
@@ -74,57 +74,57 @@ def test_each_rank_gets_its_block_of_the_whole(on, shape, data):
 
 
 @given(axes(), shapes(), st.data())
-def test_a_pending_tensor_reduces_to_what_was_given(on, shape, data):
-    said = data.draw(placements(on, len(shape)))
+def test_a_pending_tensor_reduces_to_the_given_one(on, shape, data):
+    given_placements = data.draw(placements(on, len(shape)))
     whole = dense_tensor(shape, torch.float64, 0)
     with simulate(on.count):
         mesh = mesh_of(on)
-        x = distribute_tensor(whole, mesh, said)
+        x = distribute_tensor(whole, mesh, given_placements)
         torch.testing.assert_close(value(blocks_of(x, mesh), x.sharding), whole)
 
 
 @pytest.mark.parametrize("source", [0, 1, 2, 3])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), R, Partial()])
-def test_the_value_is_that_of_the_source_rank(line, source, placement):
+def test_the_values_are_those_of_the_source_rank(line, source, placement):
     mine = per_rank(lambda rank: grid(5, 3) + 100 * rank)
     x = distribute_tensor(mine, line, [placement], src_data_rank=source)
     for whole in x.full_tensor().ranks:
         assert torch.equal(whole, grid(5, 3) + 100 * source)
 
 
-def test_on_a_square_the_source_is_the_rank_at_that_coord_of_each_axis(square):
+def test_on_two_axes_the_source_is_the_rank_at_that_coord_of_each_axis(square):
     mine = per_rank(lambda rank: grid(5, 3) + 100 * rank)
-    for said in itertools.product((Shard(0), Shard(1), R), repeat=2):
+    for given_placements in itertools.product((Shard(0), Shard(1), R), repeat=2):
         for source, rank in ((0, 0), (1, 3)):
-            x = distribute_tensor(mine, square, said, src_data_rank=source)
+            x = distribute_tensor(mine, square, given_placements, src_data_rank=source)
             assert all(torch.equal(w, grid(5, 3) + 100 * rank) for w in x.full_tensor().ranks)
 
 
-def test_without_a_source_each_rank_cuts_its_own_and_nothing_is_sent(line):
+def test_without_a_source_each_rank_slices_its_own_tensor_and_nothing_is_sent(line):
     mine = per_rank(lambda rank: grid(5, 3) + 100 * rank)
     with counting() as ledger:
         x = distribute_tensor(mine, line, [Shard(0)], src_data_rank=None)
         y = distribute_tensor(mine, line, [R], src_data_rank=None)
     assert ledger.collectives == 0
-    for rank, (cut, same) in enumerate(zip(x.to_local().ranks, y.to_local().ranks, strict=True)):
+    for rank, (block, full) in enumerate(zip(x.to_local().ranks, y.to_local().ranks, strict=True)):
         lo, hi = min(2 * rank, 5), min(2 * rank + 2, 5)
-        assert torch.equal(cut, grid(5, 3)[lo:hi] + 100 * rank)
-        assert torch.equal(same, grid(5, 3) + 100 * rank)
+        assert torch.equal(block, grid(5, 3)[lo:hi] + 100 * rank)
+        assert torch.equal(full, grid(5, 3) + 100 * rank)
 
 
-def test_a_source_does_send(line):
+def test_the_source_sends_to_the_others(line):
     with counting() as ledger:
         distribute_tensor(grid(8, 3), line, [Shard(0)])
     assert ledger.collectives == 1
     assert ledger.bytes == 3 * 6 * 4  # from the source to each of the three others
 
 
-def test_it_is_a_leaf_that_requires_grad_as_the_tensor_did(line):
-    for wants in (False, True):
-        whole = grid(5, 3).requires_grad_(wants)
+def test_the_result_is_a_leaf_that_requires_grad_if_the_tensor_does(line):
+    for requires_grad in (False, True):
+        whole = grid(5, 3).requires_grad_(requires_grad)
         x = distribute_tensor(whole, line, [Shard(0)])
-        assert (x.is_leaf, x.requires_grad, x.grad) == (True, wants, None)
-        assert whole.requires_grad is wants
+        assert (x.is_leaf, x.requires_grad, x.grad) == (True, requires_grad, None)
+        assert whole.requires_grad is requires_grad
     x.full_tensor().sum().backward()
     assert whole.grad is None
     assert torch.equal(x.grad.full_tensor().ranks[0], torch.ones(5, 3))
@@ -138,7 +138,7 @@ def test_a_parameter_becomes_a_dtensor_that_requires_grad(line):
     assert isinstance(nn.Parameter(x), nn.Parameter)
 
 
-def test_it_does_not_share_memory_with_the_whole(line):
+def test_blocks_do_not_share_memory_with_the_full_tensor(line):
     for source in (0, None):
         for placement in (R, Shard(0)):
             whole = grid(4, 3)
@@ -149,7 +149,7 @@ def test_it_does_not_share_memory_with_the_whole(line):
             assert torch.equal(whole, grid(4, 3))
 
 
-def test_a_dtensor_that_lies_so_already_is_returned(square):
+def test_a_dtensor_in_the_wanted_layout_is_returned(square):
     x = distribute_tensor(grid(5, 3), square, [Shard(0), R])
     with counting() as ledger:
         assert distribute_tensor(x, square, [Shard(0), R]) is x
@@ -159,16 +159,16 @@ def test_a_dtensor_that_lies_so_already_is_returned(square):
 
 
 @pytest.mark.parametrize("whole", [grid(3, 5).t(), grid(5, 6)[:, ::2], grid(3).expand(5, 3), grid(10, 3)[5:]])
-def test_it_does_not_matter_how_the_whole_lies_in_memory(square, whole):
-    for said in itertools.product((Shard(0), Shard(1), R), repeat=2):
+def test_the_strides_of_the_full_tensor_do_not_matter(square, whole):
+    for given_placements in itertools.product((Shard(0), Shard(1), R), repeat=2):
         for source in (0, 1, None):
-            x = distribute_tensor(whole, square, said, src_data_rank=source)
+            x = distribute_tensor(whole, square, given_placements, src_data_rank=source)
             assert x.is_contiguous()
             assert all(b.is_contiguous() for b in x.to_local().ranks)
             assert torch.equal(x.full_tensor().ranks[3], whole)
 
 
-def test_of_a_meta_tensor_blocks_are_meta_and_nothing_is_sent_that_could_not_be(square):
+def test_blocks_of_a_meta_tensor_are_meta(square):
     x = distribute_tensor(torch.empty(5, 3, device="meta", requires_grad=True), square, [Shard(0), Shard(1)])
     assert x.is_meta
     assert x.requires_grad
@@ -176,7 +176,7 @@ def test_of_a_meta_tensor_blocks_are_meta_and_nothing_is_sent_that_could_not_be(
     assert all(b.is_meta for b in x.to_local().ranks)
 
 
-def test_the_mesh_around_it_and_replicated_by_default(square):
+def test_default_mesh_and_placements(square):
     with square:
         x, y = distribute_tensor(grid(5, 3)), distribute_tensor(grid(5, 3), placements=[Shard(0), R])
     assert x.device_mesh is y.device_mesh is square
@@ -189,12 +189,12 @@ def test_the_mesh_around_it_and_replicated_by_default(square):
 
 
 @pytest.mark.parametrize("dims", [(0, 1), (-2, -1), (-1, 0), (1, 1)])
-def test_dims_from_the_back_are_those_from_the_front(square, dims):
+def test_negative_dims_count_from_the_back(square, dims):
     x = distribute_tensor(grid(5, 3), square, [Shard(d) for d in dims])
     assert x.placements == tuple(Shard(d % 2) for d in dims)
 
 
-def test_numbers_and_nothing(square):
+def test_scalars_and_empty_tensors(square):
     x = distribute_tensor(torch.tensor(3.5), square)
     assert (x.item(), x.shape, x.placements) == (3.5, torch.Size(()), (R, R))
     y = distribute_tensor(torch.empty(0, 3), square, [Shard(0), Shard(1)])
@@ -207,12 +207,12 @@ def test_conjugated_values(square):
     assert torch.equal(x.full_tensor().ranks[2], torch.tensor([1 - 2j, 3 + 1j, -2j]))
 
 
-def test_a_mesh_over_some_ranks_leaves_the_others_out():
+def test_a_mesh_over_some_ranks():
     with simulate(5):
         mesh = sw.DeviceMesh("cpu", [3, 1])
         x = distribute_tensor(per_rank(lambda rank: grid(3) + 10 * rank), mesh, [Shard(0)])
         assert x.to_local()._blocks.keys() == {1, 3}
-        # rank 3 is the mesh's first, and so the source
+        # rank 3 is the first of the mesh, and so the source
         assert x.to_local().of_rank(3).tolist() == [30, 31]
         assert x.to_local().of_rank(1).tolist() == [32]
 
@@ -221,7 +221,7 @@ def test_a_mesh_over_some_ranks_leaves_the_others_out():
 
 
 @given(layouts(), st.data())
-def test_blocks_with_a_shape_are_the_tensor_of_that_shape(layout, data):
+def test_blocks_with_a_given_shape(layout, data):
     whole = dense_tensor(layout.shape, torch.float64, 1)
     with simulate(layout.axes.count):
         mesh = mesh_of(layout.axes)
@@ -233,22 +233,22 @@ def test_blocks_with_a_shape_are_the_tensor_of_that_shape(layout, data):
 
 
 @given(layouts(plain=True))
-def test_a_check_finds_the_shape_of_uneven_blocks(layout):
+def test_run_check_finds_the_shape_of_uneven_blocks(layout):
     whole = dense_tensor(layout.shape, torch.float64, 1)
     with simulate(layout.axes.count):
         mesh = mesh_of(layout.axes)
         blocks = tensor(whole, layout, mesh).to_local()
         x = DTensor.from_local(blocks, mesh, layout.placements, run_check=True)
-        # axes that empty blocks hide may be left out of the layout, never elements
+        # the layout may omit axes on which all other blocks are empty, but no elements
         assert x.shape == whole.shape
         torch.testing.assert_close(value(blocks_of(x, mesh), x.sharding), whole)
 
 
 @given(axes(), shapes(max_dims=3, max_size=3), st.data())
-def test_without_a_shape_blocks_are_even(on, block, data):
-    said = data.draw(placements(on, len(block)))
+def test_without_a_shape_blocks_are_assumed_even(on, block, data):
+    given_placements = data.draw(placements(on, len(block)))
     with simulate(on.count):
-        x = DTensor.from_local(torch.ones(block), mesh_of(on), said)
+        x = DTensor.from_local(torch.ones(block), mesh_of(on), given_placements)
         expected = list(block)
         for axis, p in enumerate(x.placements):
             if isinstance(p, Shard):
@@ -258,30 +258,34 @@ def test_without_a_shape_blocks_are_even(on, block, data):
             assert block_shape(x.sharding, c) == block
 
 
-def test_it_shares_memory_with_the_blocks(line):
+def test_from_local_shares_memory_with_the_blocks(line):
     blocks = per_rank(lambda rank: grid(2, 3))
     x = DTensor.from_local(blocks, line, [Shard(0)])
     blocks.ranks[2].fill_(7)
     assert torch.equal(x.full_tensor().ranks[0][4:6], torch.full((2, 3), 7.0))
 
 
-def test_a_replicated_block_that_differs_is_an_error_where_it_is_checked(square):
+def test_run_check_finds_replicated_blocks_that_differ(square):
     blocks = per_rank(lambda rank: grid(2, 3) + (rank == 3))
-    DTensor.from_local(blocks, square, [R, Shard(0)])
+    assert DTensor.from_local(blocks, square, [R, Shard(0)]).shape == (4, 3)
     with pytest.raises(
         LayoutError, match=r"(?s)\(dp=1, tp=1\) differs from .*\(dp=0, tp=1\).*why: Axis dp.*fix: "
     ):
         DTensor.from_local(blocks, square, [R, Shard(0)], run_check=True)
-    for said in ([Shard(0), Shard(1)], [Partial(), Partial()], [Shard(0), Partial()]):
-        DTensor.from_local(blocks, square, said, run_check=True)
+    for given_placements, shape in (
+        ([Shard(0), Shard(1)], (4, 6)),
+        ([Partial()] * 2, (2, 3)),
+        ([Shard(0), Partial()], (4, 3)),
+    ):
+        assert DTensor.from_local(blocks, square, given_placements, run_check=True).shape == shape
 
 
-def test_nan_is_the_same_as_nan(line):
+def test_run_check_takes_equal_nan_for_equal(line):
     x = DTensor.from_local(per_rank(lambda rank: torch.full((2,), math.nan)), line, [R], run_check=True)
     assert x.placements == (R,)
 
 
-def test_zeros_of_different_sign_are_different(line):
+def test_run_check_distinguishes_signs_of_zero(line):
     with pytest.raises(LayoutError, match="differs"):
         DTensor.from_local(
             per_rank(lambda rank: torch.tensor([0.0 * (-1) ** rank])), line, [R], run_check=True
@@ -296,14 +300,14 @@ def test_blocks_that_are_not_chunks_are_an_error(line, sizes):
             DTensor.from_local(blocks, line, [Shard(0)], **more)
 
 
-def test_uneven_blocks_with_the_shape_given(line):
+def test_uneven_blocks_with_a_given_shape_or_a_check(line):
     blocks = per_rank(lambda rank: torch.full(((2, 2, 1, 0)[rank], 10), float(rank)))
     for more in ({"shape": (5, 10)}, {"shape": torch.Size([5, 10]), "stride": (10, 1)}, {"run_check": True}):
         x = DTensor.from_local(blocks, line, [Shard(0)], **more)
         assert (tuple(x.shape), x.stride()) == ((5, 10), (10, 1))
-        whole = x.redistribute(placements=[R])
-        assert tuple(whole.to_local().shape) == (5, 10)
-        assert [row[0].item() for row in whole.to_local().ranks[3]] == [0, 0, 1, 1, 2]
+        replicated = x.redistribute(placements=[R])
+        assert tuple(replicated.to_local().shape) == (5, 10)
+        assert [row[0].item() for row in replicated.to_local().ranks[3]] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("shape", [(9, 3), (8, 4), (8,), (8, 3, 1), (0, 3), (5, 3)])
@@ -328,13 +332,13 @@ def test_the_global_stride_has_the_order_of_the_blocks(line, placement, order):
     assert x.redistribute(placements=[R]).full_tensor().ranks[0].shape == x.shape
 
 
-def test_the_stride_given_is_the_stride(line):
+def test_a_given_stride_is_kept(line):
     x = DTensor.from_local(torch.ones(2, 3).t(), line, [Shard(1)], shape=(3, 8), stride=(1, 3))
     assert x.stride() == (1, 3)
 
 
 @pytest.mark.parametrize("what", ["dtype", "ndim"])
-def test_blocks_that_are_not_of_one_tensor_are_an_error(line, what):
+def test_blocks_of_different_dtypes_or_dims_are_an_error(line, what):
     kinds = {"dtype": lambda rank: torch.ones(2, dtype=[torch.float32, torch.int64][rank // 2])}
     kinds["ndim"] = lambda rank: torch.ones([2] * (1 + rank // 2))
     with pytest.raises(LayoutError, match=r"(?s)why: All blocks are parts of one tensor.*fix: "):
@@ -343,7 +347,7 @@ def test_blocks_that_are_not_of_one_tensor_are_an_error(line, what):
         DTensor.from_local(per_rank(kinds[what]), line, [Shard(0)])
 
 
-def test_what_ranks_off_the_mesh_hold_is_no_part_of_the_tensor():
+def test_blocks_of_ranks_off_the_mesh_are_ignored():
     with simulate(4):
         mesh = sw.DeviceMesh("cpu", [1, 3])
         blocks = per_rank(lambda rank: torch.full((2,) if rank % 2 else (5, 5), float(rank)))
@@ -358,14 +362,14 @@ def test_a_rank_of_the_mesh_without_a_block_is_an_error(line):
         DTensor.from_local(PerRank({0: torch.ones(2), 1: torch.ones(2)}), line, [Shard(0)])
 
 
-def test_a_plain_tensor_is_the_same_block_on_each_rank_in_memory_of_its_own(line):
+def test_a_plain_tensor_is_copied_for_each_rank(line):
     x = DTensor.from_local(grid(2), line, [Shard(0)])
     with torch.no_grad():
         x.to_local().ranks[1].zero_()
     assert x.full_tensor().ranks[0].tolist() == [0, 1, 0, 0, 0, 1, 0, 1]
 
 
-def test_it_is_differentiable(line):
+def test_from_local_is_differentiable(line):
     for p, expected in (
         (Shard(0), [0.0, 1, 2, 3]),
         (R, [6.0] * 4),
@@ -380,18 +384,18 @@ def test_it_is_differentiable(line):
         assert [g.item() for g in block.grad.ranks] == expected
 
 
-def test_grad_placements_say_where_the_gradient_goes(line):
+def test_from_local_with_grad_placements(line):
     block = per_rank(lambda rank: torch.zeros(4, requires_grad=True))
     x = DTensor.from_local(block, line, [R], grad_placements=[Partial()])
     x.full_tensor().sum().backward()
-    # the parts of the gradient add up to it
+    # the gradients of the blocks are terms of a sum
     assert sum(block.grad.ranks).tolist() == [1, 1, 1, 1]
 
 
-# ---- where a block lies
+# ---- shape and offset of a block
 
 
-def plain_torch(p):
+def to_torch(p):
     from torch.distributed import tensor as theirs
 
     match p:
@@ -413,15 +417,15 @@ def test_shape_and_offset_of_a_block_are_torchs(sizes):
             mesh = init_device_mesh("cpu", sizes)
             for shape in shapes:
                 some = [*map(Shard, range(len(shape))), R, Partial()]
-                for said in itertools.product(some, repeat=len(sizes)):
-                    want = theirs(torch.Size(shape), mesh, [plain_torch(p) for p in said])
-                    got = sw.compute_local_shape_and_global_offset(shape, mesh, said)
-                    assert got == (tuple(want[0]), tuple(want[1])), (rank, shape, said)
+                for given_placements in itertools.product(some, repeat=len(sizes)):
+                    want = theirs(torch.Size(shape), mesh, [to_torch(p) for p in given_placements])
+                    got = sw.compute_local_shape_and_global_offset(shape, mesh, given_placements)
+                    assert got == (tuple(want[0]), tuple(want[1])), (rank, shape, given_placements)
         finally:
             dist.destroy_process_group()
 
 
-def test_no_block_begins_where_an_empty_one_lies():
+def test_the_offset_of_an_empty_block_is_the_size():
     found = []
     for rank in range(4):
         dist.init_process_group("fake", rank=rank, world_size=4)
@@ -433,7 +437,7 @@ def test_no_block_begins_where_an_empty_one_lies():
     assert found == [((1,), (0,)), ((0,), (2,)), ((1,), (1,)), ((0,), (2,))]
 
 
-def test_off_the_mesh_there_is_no_block_and_offsets_can_be_left_out():
+def test_ranks_off_the_mesh_and_skip_offset():
     dist.init_process_group("fake", rank=1, world_size=4)
     try:
         here, there = sw.DeviceMesh("cpu", [0, 1]), sw.DeviceMesh("cpu", [0, 2])

@@ -1,4 +1,4 @@
-"""Functions of blocks as functions of DTensors: what lies how, and what is refused."""
+"""local_map: functions of blocks as functions of DTensors, their placements, and errors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def line():
         yield sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
 
 
-def test_a_product_of_parts(line):
+def test_a_matrix_product_of_blocks(line):
     a, b = torch.randn(4, 5), torch.randn(5, 2)
     x, y = sw.distribute_tensor(a, line, [Shard(1)]), sw.distribute_tensor(b, line, [Shard(0)])
     got = local_map(torch.mm, [Partial()], ([Shard(1)], [Shard(0)]))(x, y)
@@ -23,7 +23,7 @@ def test_a_product_of_parts(line):
     torch.testing.assert_close(got.full_tensor().ranks[1], a @ b)
 
 
-def test_inputs_are_moved_only_if_asked_to(line):
+def test_inputs_are_redistributed_only_on_request(line):
     x = sw.distribute_tensor(torch.arange(6.0), line, [Shard(0)])
     with pytest.raises(ValueError, match="mismatched placements"):
         local_map(torch.neg, [Replicate()], ([Replicate()],))(x)
@@ -31,19 +31,21 @@ def test_inputs_are_moved_only_if_asked_to(line):
     assert torch.equal(got.to_local().ranks[2], -torch.arange(6.0))
 
 
-def test_as_a_decorator_with_other_values_and_several_results(line):
+def test_a_decorator_with_other_arguments_and_several_results(line):
     @local_map(out_placements=([Shard(0)], None, [Replicate()]), in_placements=([Shard(0)], None))
     def halves(block, number):
-        """What the blocks do."""
+        """Halve a block."""
         return block / number, number + 1, torch.ones(2)
 
-    assert halves.__doc__ == "What the blocks do."
+    assert halves.__doc__ == "Halve a block."
     first, number, last = halves(sw.distribute_tensor(torch.arange(6.0), line, [Shard(0)]), 2)
     assert isinstance(first, DTensor)
+    assert first.full_tensor().ranks[0].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
     assert number == 3
     assert last.placements == (Replicate(),)
     plain = halves(torch.ones(3), 2)  # without a DTensor it is the function itself
-    assert not isinstance(plain[0], DTensor)
+    assert type(plain[0]) is torch.Tensor
+    assert plain[0].tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_as_a_decorator_with_other_values_and_several_results(line):
         (lambda x: local_map(torch.neg, [Shard(0)], None, (None,))(x), "whose in_grad_placements is None"),
     ],
 )
-def test_what_does_not_fit_is_said(line, call, what):
+def test_errors_name_the_argument_or_result(line, call, what):
     x = sw.distribute_tensor(torch.arange(6.0), line, [Shard(0)])
     with pytest.raises(MapError, match=what) as caught:
         call(x)

@@ -192,7 +192,7 @@ def single_elements(mesh, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_single_elements_keep_every_bit_whatever_their_stride(dtype):
+def test_single_elements_of_any_stride_keep_every_bit(dtype):
     with simulate(2):
         whole, *moved = single_elements(sw.init_device_mesh("cpu", (2,)), dtype)
         assert all(same_bits(f, whole) for m in moved for f in m.ranks)

@@ -55,7 +55,10 @@ def _roll(call: OpCall, resolution: Resolution) -> Alternative | None:
     plan = _plan(x, {d: target(x.shape[d], shift) for d, shift in shifts.items()}) if shifts else None
     if plan is None:
         return None
-    return block_program(call, resolution.outputs[0].with_layout(x._spec.layout), [Operand("self")], plan)
+    spec = resolution.outputs[0].with_layout(x._spec.layout)
+    if any(shift % max(x.shape[d], 1) for d, shift in shifts.items()):
+        return block_program(call, spec, [Operand("self")], plan)
+    return block_program(call, spec, [Operand("self")], lambda coord, block: block.clone(), plan)
 
 
 def _flip(call: OpCall, resolution: Resolution) -> Alternative | None:

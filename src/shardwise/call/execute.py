@@ -10,8 +10,10 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_tensors, tensors_in, with_tensors
 from shardwise.call.local_program import LocalProgram
+from shardwise.call.moved_view import remember_base
 from shardwise.call.resolve import Resolution
 from shardwise.call.schema import op_info
+from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank, map_ranks, members_of, spread
 from shardwise.comm.per_rank import at_rank, join
 from shardwise.layout import Spec
@@ -51,9 +53,10 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
         map_ranks(torch.ops.aten.copy_.default, blocks[0], result)
     if (target := info.returned_argument(args, kwargs)) is not None:
         return target
-    if resolution.is_view and resolution.moves[0] is None and info.is_view:
-        _share_memory(args[0], result)
-    return wrap(result, _specs(resolution, result))
+    out = wrap(result, _specs(resolution, result))
+    if resolution.is_view and info.is_view and resolution.moves[0] is None and _is_copy(blocks[0], result):
+        return remember_base(func, args, kwargs, out, is_local=True)
+    return out
 
 
 def _moved_blocks(func: Any, resolution: Resolution, tensors: list[Tensor], writes: bool) -> list[Tensor]:
@@ -77,17 +80,6 @@ def _specs(resolution: Resolution, result: Any) -> Iterator[Spec]:
     return (replicated_spec(t, mesh) if i in known else spec for i, (spec, t) in enumerate(pairs))
 
 
-def _share_memory(x: DTensor, view: Tensor) -> None:
-    """If a block's strides allowed no view and it was copied, make the copy the block, so that both share memory."""
-    block = x._local_tensor
-    if isinstance(block, PerRank) and isinstance(view, PerRank):
-        blocks = {r: _shared_block(b, view.of_rank(r)) for r, b in block._blocks.items()}
-        if any(blocks[r] is not b for r, b in block._blocks.items()):
-            x._local_tensor = PerRank(blocks)
-    else:
-        x._local_tensor = _shared_block(block, view)
-
-
-def _shared_block(block: Tensor, view: Tensor) -> Tensor:
-    copied = view.is_contiguous() and not block.is_contiguous()
-    return view.view(block.shape) if copied else block
+def _is_copy(block: Tensor, view: Any) -> bool:
+    """Whether the strides of a block allowed no view, so that it was copied."""
+    return isinstance(view, Tensor) and not shares_memory(block, view)

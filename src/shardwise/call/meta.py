@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -126,8 +127,30 @@ def _geqrf(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty((*batch, n, m)).mT, x.new_empty((*batch, min(m, n)))
 
 
-# Meta kernels of ops that have none in torch.
+def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """The output of `index`, with the strides that its kernel gives: in the order of the indices' strides."""
+    out: Tensor = aten.index.Tensor(x, indices)
+    given = [i for i, t in enumerate(indices) if t is not None]
+    if not given:
+        return out
+    shape = torch.broadcast_shapes(*[t.shape for t in indices if t is not None])
+    adjacent = given[-1] - given[0] == len(given) - 1
+    others = [d for d in range(x.dim()) if d not in given]
+    before = [d for d in others if adjacent and d < given[0]]
+    after = others[len(before) :]
+    strides = [*[x.stride(d) for d in before], *[0] * len(shape), *[x.stride(d) for d in after]]
+    operands = [x.new_empty(0).as_strided(out.shape, strides)]
+    for t in indices:
+        if t is not None:
+            strides = [*[0] * len(before), *t.expand(shape).stride(), *[0] * len(after)]
+            operands.append(x.new_empty(0).as_strided(out.shape, strides))
+    stride = reduce(torch.add, operands) if len(operands) != 3 else torch.addcmul(*operands)
+    return x.new_empty_strided(out.shape, stride.stride())
+
+
+# Meta kernels of ops that have none in torch, or one that gives other strides than the kernels for devices.
 _KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.index.Tensor: _index,
     aten.multi_margin_loss_backward.default: _like(1),
     aten.multilabel_margin_loss_backward.default: _like(1),
     aten.geqrf.default: _geqrf,

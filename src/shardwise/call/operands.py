@@ -47,7 +47,14 @@ def has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def plain_key(t: Tensor) -> Any:
     """What decides how a plain operand is treated; part of the key under which a call's route is cached."""
     form = (t.shape, t.layout if t.layout is not torch.strided else t.stride(), t.dtype, t.device)
-    return form if t.numel() == 1 else (current_settings().plain, in_backward(), form)
+    return form if _has_one_value(t) else (current_settings().plain, in_backward(), form)
+
+
+def _has_one_value(t: Tensor) -> bool:
+    """Whether a tensor has one element, or is such a tensor expanded, as the zero tangents of forward-mode autograd are."""
+    if t.numel() == 1 or t.layout is not torch.strided:
+        return t.numel() == 1
+    return not any(stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1)
 
 
 def check_operands(call: OpCall) -> None:
@@ -68,10 +75,12 @@ def check_operands(call: OpCall) -> None:
 def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
     """Whether a plain tensor counts as replicated: by its size, because torch or autograd created it, or by the policy."""
     return (
-        t.numel() == 1
+        _has_one_value(t)
         or in_backward()
         or current_settings().plain != "error"
         or any(t is created for created in _created_by_torch(call))
+        # an in-place op on a plain tensor may read numbers, such as a norm, from DTensors
+        or (t is call.returned and all(d.numel() == 1 for d in call.tensors if isinstance(d, DTensor)))
     )
 
 
@@ -85,7 +94,7 @@ def plain_tensors_to_compare(call: OpCall) -> list[int]:
         i
         for i, t in enumerate(call.tensors)
         if not isinstance(t, DTensor)
-        and t.numel() != 1
+        and not _has_one_value(t)
         and (everything or id(t) in created)
         # a simulation has one plain tensor for all ranks, unless it is a PerRank
         and (isinstance(t, PerRank) or not call.simulated)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.torch_internals.dispatcher import Argument, Return, read_schema
+from shardwise.torch_internals.dispatcher import Argument, Return, is_composite, read_schema
 
 __all__ = ["OpInfo", "op_info"]
 
@@ -41,7 +41,10 @@ class OpInfo:
         self.out_names = tuple(a.name for a in schema.arguments if a.is_out)
         self.tensor_arguments = tuple(i for i, a in enumerate(schema.arguments) if "Tensor" in a.type)
         first = schema.arguments[0] if schema.arguments else None
-        self.is_view = first is not None and bool(first.alias) and not first.writes
+        aliases = first is not None and bool(first.alias) and not first.writes
+        self.is_composite_view = aliases and is_composite(func)
+        """Whether it runs as other ops, whose result may share the memory of its first argument: `reshape`, `contiguous`."""
+        self.is_view = aliases and not self.is_composite_view
         """Whether its results share the memory of its first argument."""
         names = [a.name for a in schema.arguments if a.name in ("dropout_p", "dropout")]
         self.dropout_argument = names[0] if names else None
@@ -86,9 +89,9 @@ class OpInfo:
     def out_of_place(self) -> Any:
         """The view op that returns a new tensor, of an op that changes its tensor's own shape: `squeeze` for `squeeze_`."""
         packet = getattr(aten, self.qualified_name.removeprefix("aten::")[:-1])
-        names = [a.name for a in self.arguments]
+        wanted = [(a.name, a.type) for a in self.arguments]
         overloads = (op_info(getattr(packet, o)) for o in packet.overloads())
-        return next(o.func for o in overloads if [a.name for a in o.arguments] == names and not o.out_names)
+        return next(o.func for o in overloads if [(a.name, a.type) for a in o.arguments] == wanted)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with defaults."""

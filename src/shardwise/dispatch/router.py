@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from shardwise.call.moved_view import mode_of_view
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
-from shardwise.call.view_writeback import is_shared_with_inference, outside_inference
+from shardwise.call.writes import note_writes, watched
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
@@ -32,8 +33,12 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     except KeyError:
         entry = entries.setdefault(id(func), new_entry(func))
     _, _, form, is_view, runs, _ = entry
-    if is_view and _in_inference() and is_shared_with_inference(args[0]):
-        with outside_inference():
+    if (
+        is_view
+        and args[0].is_inference() is not _in_inference()
+        and (mode := mode_of_view(args[0])) is not None
+    ):
+        with mode:
             return dispatch(func, types, args, kwargs)
     # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way
     key: Any
@@ -63,7 +68,11 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
         return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
     if run is None:  # outside the handler, so that errors of the call do not mention the cache
         run = _choose(entry, key, args, kwargs)[1]
-    return run(args, kwargs)
+    if not watched:
+        return run(args, kwargs)
+    result = run(args, kwargs)
+    note_writes(func, args, kwargs)
+    return result
 
 
 def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:

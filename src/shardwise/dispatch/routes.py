@@ -12,16 +12,17 @@ from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs
+from shardwise.call.moved_view import COMPUTED, remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
+from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
 from shardwise.call.submesh import common_submesh, run_on_submesh
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
-from shardwise.call.view_writeback import remember_base
 from shardwise.comm import coord_of
 from shardwise.dispatch.dry_run import FindRoute, dry_run
 from shardwise.dispatch.fast_path import direct_run
@@ -41,6 +42,8 @@ from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
 __all__ = ["choose_route", "decide"]
 
+aten = torch.ops.aten
+
 
 def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     """The route of a call. The first mechanism that handles the op and its operands has it; `docs/routes.txt` lists them.
@@ -56,7 +59,11 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("optimizer", lambda a, k: run_fused(func, a, k))
     if (mesh := common_submesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
+    if func is aten.is_same_size.default:
+        return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
     check_operands(call)
+    if func is aten.as_strided.default and _is_identity(call):
+        return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
     if plain_targets(call):
         return Route("plain target", lambda a, k: run_with_plain_targets(func, a, k))
     if (program := random_program(func)) is not None:
@@ -74,6 +81,15 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
     return _compute_route(call, find_route)
+
+
+def _is_identity(call: OpCall) -> bool:
+    """Whether an `as_strided` returns the tensor as it is, so that its memory need not be known."""
+    x, size, stride = call.args[:3]
+    offset = call.named["storage_offset"]
+    return (
+        tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and offset in (None, x.storage_offset())
+    )
 
 
 def _resizing_variant(call: OpCall) -> Any | None:
@@ -109,9 +125,9 @@ def _results(call: OpCall, specs: Iterable[Spec]) -> tuple[Any, ...]:
 def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     """The cheapest of rule, alternative and decomposition; the fallback if there is none."""
     func, model = call.func, current_costs()
-    resolution = resolve(call)
+    resolution = None if call.info.is_composite_view else resolve(call)
     if resolution is None and is_composite(func):
-        return Route("composite", lambda a, k: func.decompose(*a, **k), ())
+        return Route("composite", lambda a, k: _decompose(func, a, k), ())
     best = _fallback_route(call) if resolution is None else _rule_route(call, resolution)
     seconds = model.total(best.plans or ())
     for propose in (_alternative_route, _decomposition_route) if seconds > 0.0 else ():
@@ -119,10 +135,17 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
         if other is not None and model.total(other.plans or ()) < seconds:
             best = other
             break
-    moves = resolution is None or bool(resolution.plans)
-    if call.info.is_view and moves and _is_distributed(call.args[0]):
+    moves = (resolution is None or bool(resolution.plans)) and _is_distributed(call.args[0])
+    if call.info.is_view and (moves or func in COMPUTED):
         return _remembering_base(call, best)
     return best
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with override_settings(
+        plain="replicate"
+    ):  # its operands were checked; what it creates is the same on every rank
+        return func.decompose(*args, **kwargs)
 
 
 def _is_distributed(x: Any) -> bool:
@@ -200,6 +223,8 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
         run = resolving_lazy_bits(run)
+    if call.info.qualified_name in FORBIDS_ALIAS:
+        run = _checking_overlap(func, run)
     if current_settings().decisions.traced:
         run = traced(func, Route(route.kind, run, route.plans, route.outputs))
     return route, _checking_default_dtype(call, route, run, find_route)
@@ -210,6 +235,14 @@ def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) 
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compare_plain(func, OpCall(func, args, kwargs).tensors, positions, mesh)
+        return inner(args, kwargs)
+
+    return run
+
+
+def _checking_overlap(func: Any, inner: Run) -> Run:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_overlap(OpCall(func, args, kwargs))
         return inner(args, kwargs)
 
     return run

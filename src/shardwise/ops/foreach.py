@@ -20,7 +20,7 @@ from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, to_layout
 from shardwise.torch_internals.dispatcher import python_binding
-from shardwise.torch_internals.subclass import new_dtensor
+from shardwise.torch_internals.subclass import bump_versions, new_dtensor
 
 __all__ = ["FUSED", "foreach_route", "run_fused"]
 
@@ -70,8 +70,20 @@ def _elements(
 def foreach_route(call: OpCall) -> Route:
     """One kernel on all blocks if no element would move anything, else the op for one tensor on each element."""
     func = call.func
-    run = _on_blocks(call)
-    return Route("foreach", run or (lambda a, k: _on_each(func, a, k)), None if run is None else ())
+    on_blocks = _on_blocks(call)
+    run: Run = on_blocks or (lambda a, k: _on_each(func, a, k))
+    return Route("foreach", _bumping(run) if call.info.writes else run, None if on_blocks is None else ())
+
+
+def _bumping(inner: Run) -> Run:
+    """The run of an op that writes to its first list: its wrappers have a new version, as plain tensors have."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = inner(args, kwargs)
+        bump_versions(args[0])
+        return result
+
+    return run
 
 
 def _on_blocks(call: OpCall) -> Run | None:
@@ -140,6 +152,7 @@ def run_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with communication(func, [plan for lists in groups for plan in _fused_plans(lists, kwargs)]):
         for lists in groups:
             _run_fused_on_mesh(func, lists, kwargs)
+    bump_versions([t for n, a in enumerate(args) if _is_written(n, kwargs) for t in a])
 
 
 def _fused_targets(lists: list[list[Any]]) -> list[Layout | None]:

@@ -22,7 +22,7 @@ from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.tensor.errors import mixed_tensors_error
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
-from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS
+from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS, PASS_PLAIN_TENSORS
 
 __all__ = ["inner_plain_patches"]
 
@@ -83,13 +83,19 @@ def _recurrent(func: Any) -> Callable[..., Any]:
     return run
 
 
-def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A Python function of torch; random numbers that it draws come from the stream."""
+def _trusting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A Python function of torch that torch calls, with plain tensors that torch created."""
     if not has_dtensor(args, kwargs):
         return original(*args, **kwargs)
-    _check_operands(original.__name__, args, kwargs)
     with one_device(), override_settings(plain="replicate"):
         return original(*args, **kwargs)
+
+
+def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A Python function of torch; random numbers that it draws come from the stream."""
+    if has_dtensor(args, kwargs):
+        _check_operands(original.__name__, args, kwargs)
+    return _trusting(original, *args, **kwargs)
 
 
 _COMPOSITES = {
@@ -118,8 +124,9 @@ def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
         KernelPatch(attention, _attention, masks, has_dtensor),
         *(KernelPatch(func, _recurrent(func), states, has_dtensor) for func in _RECURRENT),
         *(
-            PythonPatch(target, _python, f"torch creates {what} as a plain tensor")
-            for name, what in CREATE_PLAIN_TENSORS.items()
+            PythonPatch(target, run, f"torch creates {what} as a plain tensor")
+            for run, table in ((_python, CREATE_PLAIN_TENSORS), (_trusting, PASS_PLAIN_TENSORS))
+            for name, what in table.items()
             for target in python_functions([name])
         ),
     ]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
@@ -10,12 +14,25 @@ from shardwise.torch_internals.dispatcher import without_dispatch
 
 __all__ = ["run_inplace_view"]
 
+aten = torch.ops.aten
+
 
 def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Replace the block and spec of the first argument by those of the out-of-place op's result."""
     x: DTensor = args[0]
-    result = DTensor.__torch_dispatch__(op_info(func).out_of_place, (), args, kwargs)
-    x._local_tensor, x._spec = result._local_tensor, result._spec
+    if func is aten.set_.source_Tensor:
+        x.data = args[1]
+        return x
+    if func is aten.resize_.default and _fits(x, args[1]):
+        result: DTensor = x.view(-1)[: math.prod(args[1])].view(args[1])  # type: ignore[assignment]
+    else:
+        result = op_info(func).out_of_place(*args, **kwargs)
+    x._adopt(result)
     with without_dispatch():
         func(*args, **kwargs)  # changes the sizes and strides of the wrapper
     return x
+
+
+def _fits(x: DTensor, size: Sequence[int]) -> bool:
+    """Whether a tensor has enough memory for another size."""
+    return x.is_contiguous() and math.prod(size) <= x.numel()

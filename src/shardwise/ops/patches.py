@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from shardwise.call.fallback import gather
+from shardwise.call.operands import has_dtensor
 from shardwise.comm import first_rank
 from shardwise.ops.dropout import dropout_patches
+from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.patches import KernelPatch, PythonPatch, TransformPatch, install
+from shardwise.torch_internals.patches import (
+    KernelPatch,
+    PythonPatch,
+    TransformPatch,
+    install,
+    python_functions,
+)
+from shardwise.torch_internals.python_functions import READ_MEMORY
 
 __all__ = ["PATCHES", "install_patches"]
 
@@ -32,6 +41,21 @@ def _tensor_split(x: Tensor, indices: Any, dim: int = 0) -> Any:
     return func(x, values, dim)
 
 
+def _refusing(name: str, fix: str) -> Any:
+    """A function that reads the memory of tensors: a DTensor has none, and some functions crash."""
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_dtensor(args, kwargs):
+            raise NotImplementedError(
+                f"{name} got a DTensor.\n"
+                "  why: It reads the memory of a tensor, and each rank has the memory of its own block only.\n"
+                f"  fix: {fix}"
+            )
+        return original(*args, **kwargs)
+
+    return run
+
+
 PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
     KernelPatch(
         aten.tensor_split.tensor_indices_or_sections,
@@ -39,7 +63,13 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
         "torch reads the values of the indices before any op runs",
         lambda args, kwargs: isinstance(args[1], DTensor),
     ),
+    *(
+        PythonPatch(target, _refusing(name, fix), "torch reads memory that a DTensor does not have")
+        for name, fix in READ_MEMORY.items()
+        for target in python_functions([name])
+    ),
     *dropout_patches(),
+    *index_patches(),
     *inner_plain_patches(),
     *prod_patches(),
     *sparse_patches(),

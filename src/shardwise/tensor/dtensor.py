@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, map_ranks
+from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
+from shardwise.tensor.python_values import PythonMethods
 from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
 
-__all__ = ["DTensor", "Implementation", "implementation", "is_simulated_tensor", "local_slot"]
+__all__ = ["DTensor", "Implementation", "copy_block", "implementation", "is_simulated_tensor", "local_slot"]
 
 
 class Implementation:
@@ -42,7 +44,7 @@ def _is_simple(index: Any) -> bool:
     return kind in _SIMPLE_INDICES or (kind is tuple and all(type(i) in _SIMPLE_INDICES for i in index))
 
 
-class DTensor(torch.Tensor):
+class DTensor(PythonMethods, torch.Tensor):
     """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw
@@ -58,6 +60,8 @@ class DTensor(torch.Tensor):
     _local_tensor: Tensor
     _spec: Spec
     __slots__ = ("_local_tensor", "_spec")
+    _source: Any = None
+    """How a view with memory of its own is computed; None for all other tensors."""
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
@@ -102,7 +106,16 @@ class DTensor(torch.Tensor):
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        self._local_tensor, self._spec = new._local_tensor, new._spec
+        self._adopt(new)
+
+    def _adopt(self, other: DTensor) -> None:
+        """Share the blocks of another tensor and take its layout."""
+        if other._source is None:
+            self._local_tensor = other._local_tensor
+        else:
+            self.__class__ = type(other)
+            self._local_tensor = other._source
+        self._spec = other._spec
 
     @staticmethod
     def from_local(
@@ -240,13 +253,24 @@ class DTensor(torch.Tensor):
                 "  why: A copy has no place in the autograd graph that computed this tensor.\n"
                 "  fix: copy.deepcopy(x.detach())"
             )
-        local = map_ranks(torch.clone, self._local_tensor.detach())
-        copy = type(self)(local, self._spec, requires_grad=self.requires_grad)
+        copy = self._copy_blocks(memo)
+        copy.requires_grad_(self.requires_grad)
         copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
+
+    def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
+        """A tensor with copies of the blocks."""
+        return type(self)(copy_block(self._local_tensor, memo), self._spec)
+
+
+def copy_block(block: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of a block; blocks that share memory have copies that do, as far as they are copied with the same memo."""
+    if isinstance(block, PerRank):
+        return PerRank({r: deepcopy(t.detach(), memo) for r, t in block._blocks.items()})
+    return deepcopy(block.detach(), memo)
 
 
 local_slot: Any = DTensor._local_tensor
@@ -256,6 +280,7 @@ local_slot: Any = DTensor._local_tensor
 def is_simulated_tensor(x: DTensor) -> bool:
     """Whether this process holds the blocks of all ranks; unlike reading the block, this waits for nothing."""
     try:
-        return isinstance(local_slot.__get__(x), PerRank)
+        block = local_slot.__get__(x) if x._source is None else x._source.block
+        return isinstance(block, PerRank)
     except AttributeError:  # the block of an asynchronous result, which only real ranks have
         return False

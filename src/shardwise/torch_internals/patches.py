@@ -24,6 +24,7 @@ __all__ = [
     "TransformPatch",
     "beneath_patches",
     "install",
+    "is_batched",
     "python_functions",
     "unwrap_transforms",
 ]
@@ -99,6 +100,15 @@ def beneath_patches() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(_subclass_keys)
 
 
+def is_batched(x: Any) -> bool:
+    """Whether a tensor is one that `vmap` maps over, seen from inside.
+
+    >>> torch.func.vmap(lambda x: x * float(is_batched(x)))(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    return isinstance(x, Tensor) and _functorch.is_batchedtensor(x)
+
+
 def unwrap_transforms(x: Any) -> Any:
     """The tensor inside the wrappers of torch.func transforms.
 
@@ -111,13 +121,20 @@ def unwrap_transforms(x: Any) -> Any:
 
 
 def python_functions(names: Iterable[str]) -> list[tuple[Any, str]]:
-    """The module and attribute of each function that is given by its dotted name.
+    """The module or class, and the attribute, of each function that is given by its dotted name.
 
     >>> python_functions(["torch.nn.init.sparse_"])[0][1]
     'sparse_'
     """
-    split = [name.rpartition(".") for name in names]
-    return [(importlib.import_module(module), attribute) for module, _, attribute in split]
+    found = []
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        try:
+            found.append((importlib.import_module(owner), attribute))
+        except ModuleNotFoundError:  # a method
+            module, _, cls = owner.rpartition(".")
+            found.append((getattr(importlib.import_module(module), cls), attribute))
+    return found
 
 
 def _op_name(func: Any) -> str:

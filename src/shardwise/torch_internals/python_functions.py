@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CREATE_PLAIN_TENSORS"]
+__all__ = ["CREATE_PLAIN_TENSORS", "PASS_PLAIN_TENSORS", "READ_MEMORY"]
 
 CREATE_PLAIN_TENSORS = {
     "torch.nn.init.sparse_": "the positions of zeros",
@@ -11,5 +11,18 @@ CREATE_PLAIN_TENSORS = {
     "torch.masked._ops._std_var": "the number of elements",
     "torch.masked._ops.mean": "the number of elements",
     "torch.masked.mean": "the number of elements",
+    "torch.nn.modules.transformer._detect_is_causal_mask": "a causal mask",
+    "torch.nn.utils.parametrizations._Orthogonal.forward": "the identity matrix",
+    "torch.nn.utils.parametrizations._Orthogonal.right_inverse": "the identity matrix",
+    "torch.nn.utils.parametrizations.orthogonal": "the identity matrix",
 }
 """By function: what it creates."""
+PASS_PLAIN_TENSORS = {"torch.autograd.gradcheck._gradcheck_helper": "perturbations and random gradients"}
+"""The same of functions of torch whose arguments are such tensors."""
+READ_MEMORY = {
+    "torch.nested.nested_tensor": "torch.nested.nested_tensor([t.to_local() for t in tensors])",
+    "torch.nested.as_nested_tensor": "torch.nested.as_nested_tensor([t.to_local() for t in tensors])",
+    "torch.utils.dlpack.to_dlpack": "torch.utils.dlpack.to_dlpack(x.to_local())",
+    "torch.to_dlpack": "torch.utils.dlpack.to_dlpack(x.to_local())",
+}
+"""Functions that read the memory of a tensor without an op, by what a program can call for a block instead."""

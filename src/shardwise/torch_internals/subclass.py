@@ -7,13 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 __all__ = [
+    "bump_versions",
     "disabled_torch_function",
     "is_parameter",
     "make_wrapper",
     "mark_parameter",
     "new_dtensor",
+    "storage_id",
     "version",
 ]
 
@@ -72,6 +75,37 @@ def version(x: Tensor) -> int:
     1
     """
     return x._version
+
+
+def bump_versions(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that tensors are written to: one that was saved for a backward pass can no longer be used there.
+
+    Raises for a tensor of inference mode outside of it, as torch does.
+
+    >>> x = torch.ones(1)
+    >>> before = version(x)
+    >>> bump_versions([x])
+    >>> version(x) - before
+    1
+    """
+    normal = [t for t in tensors if not t.is_inference()]
+    if len(normal) < len(tensors) and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
+            "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
+            "  fix: write to x.clone(), or inside torch.inference_mode()."
+        )
+    increment_version(normal)
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that tensors have in common if they share memory, as long as one of them exists.
+
+    >>> x = torch.ones(2)
+    >>> storage_id(x) == storage_id(x[1:]), storage_id(x) == storage_id(x.clone())
+    (True, False)
+    """
+    return x.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def make_wrapper(

@@ -1,0 +1,360 @@
+"""Views with memory of their own: writes to them reach their base, and they see writes to their base.
+
+A view of the blocks shares their memory and needs none of this. Where a view had to communicate, or where its values are not
+those in memory (`conj`), it is a `MovedView`: a function of its base, computed anew when the base was written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.call.fallback import gather, write_back
+from shardwise.call.op_call import OpCall
+from shardwise.call.overlap import check_overlap
+from shardwise.call.schema import OpInfo, op_info
+from shardwise.call.writes import memory_of, note_write, shares_memory
+from shardwise.comm import map_ranks
+from shardwise.layout import Spec
+from shardwise.plan.settings import override_settings
+from shardwise.tensor.dtensor import DTensor, copy_block, local_slot
+from shardwise.tensor.implicit import announce, to_layout
+from shardwise.torch_internals.subclass import is_parameter
+
+__all__ = ["COMPUTED", "MovedView", "mode_of_view", "remember_base"]
+
+aten = torch.ops.aten
+
+
+class ViewSource:
+    """How a moved view is computed: the `number`-th result of `func` on `base`, or its only one.
+
+    Attributes:
+        base: the tensor that it is a view of. A tensor object of its own, which has the memory of the user's; what the user's
+            becomes by `t_()` or `x.data = y` does not change the view.
+        spec: the spec that the block has.
+        block: the block, as of `seen`.
+        is_local: whether the block is a reshaped copy of the base's block, which some ranks may have and others not.
+        seen: the state of the memory when the block was computed; None if it must be computed for every read.
+    """
+
+    __slots__ = (
+        "args", "base", "block", "func", "is_held", "is_local", "kwargs", "memory", "number", "root", "seen", "spec",
+    )  # fmt: skip
+
+    def __init__(
+        self, base: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None
+    ) -> None:
+        self.func, self.args, self.kwargs, self.number = func, args, kwargs, number
+        source = base._source if isinstance(base, MovedView) else None
+        if source is None:
+            base = DTensor(base._local_tensor, base._spec)
+            self.root = base._local_tensor
+            self.memory = memory_of(self.root)
+        else:
+            base = _view_of(source, base._spec)
+            self.root, self.memory = source.root, source.memory
+        self.base, self.is_held, self.is_local = base, False, False
+        self.seen: tuple[int, int] | None = None
+        self.block: Tensor
+        self.spec: Spec
+
+    def set_block(self, result: Any) -> None:
+        """Take the block of a result of `func`."""
+        source = result._source
+        self.block = result._local_tensor if source is None else source.block
+        self.seen = self.memory.state(self.root)
+
+    def read(self) -> Tensor:
+        """The block, computed anew if the base was written to."""
+        if not self.is_held and (self.seen is None or self.seen != self.memory.state(self.root)):
+            with torch.no_grad():
+                result = self.func(self.base, *self.args, **self.kwargs)
+            result = result if self.number is None else result[self.number]
+            # under another cost model the result may have another layout
+            self.set_block(to_layout(self.func, result, self.spec.layout))
+        return self.block
+
+    def write_back(self) -> None:
+        """Write the block into the base: as a slice of it, or else into the gathered base."""
+        base, func, args, kwargs, number = self.base, self.func, self.args, self.kwargs, self.number
+        value = DTensor(self.block, self.spec)
+        # the view is written already: refusing to communicate now would leave view and base different
+        with torch.no_grad(), override_settings(implicit="allow"):
+            if base._source is not None and base._source.overlaps:
+                self._write_to_root(value)
+                return
+            block = base._local_tensor
+            if self.is_local:
+                map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
+            elif shares_memory(block, self.block):
+                pass
+            elif (scatter := _scatter(func, number, base, *args, **kwargs)) is not None:
+                updated = scatter(DTensor(block, base._spec), value)
+                map_ranks(
+                    aten.copy_.default, block, to_layout(func, updated, base._spec.layout)._local_tensor
+                )
+            else:
+                full = gather(func, base)
+                viewed = map_ranks(func, full, *args, **kwargs)
+                map_ranks(
+                    aten.copy_.default, viewed if number is None else viewed[number], gather(func, value)
+                )
+                write_back(func, base, full)
+        if base._source is not None:
+            with held([base._source]):
+                base._source.write_back()
+        else:
+            note_write(self.root)
+        self.seen = self.memory.state(self.root)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements of the view, or of a view that it is a view of, are the same element of the base."""
+        return self.func in _OVERLAPPING or (self.base._source is not None and self.base._source.overlaps)
+
+    def _write_to_root(self, value: DTensor) -> None:
+        """Write only the elements of this view: those of its base may occur in it more than once."""
+        chain: list[ViewSource] = [self]
+        while (above := chain[-1].base._source) is not None:
+            chain.append(above)
+        root = chain[-1].base
+        full = gather(self.func, root)
+        view = full
+        for source in reversed(chain):
+            view = map_ranks(source.func, view, *source.args, **source.kwargs)
+            view = view if source.number is None else view[source.number]
+        map_ranks(aten.copy_.default, view, gather(self.func, value))
+        write_back(self.func, root, full)
+        note_write(self.root)
+        self.seen = self.memory.state(self.root)
+
+
+_OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
+
+
+@contextmanager
+def held(sources: Iterable[ViewSource]) -> Iterator[None]:
+    """Compute views once, and not again inside the block."""
+    taken = []
+    try:
+        for source in sources:
+            source.read()
+            if not source.is_held:
+                source.is_held = True
+                taken.append(source)
+        yield
+    finally:
+        for source in taken:
+            source.is_held = False
+
+
+class MovedView(DTensor):
+    """A view with memory of its own.
+
+    A subclass, so that other tensors need no check.
+
+    >>> import shardwise as sw
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+    ...     middle = x[1:3]
+    ...     _ = middle.zero_()
+    ...     print(x.full_tensor().ranks[0], end=" ")
+    ...     _ = x.add_(5)
+    ...     print(middle.full_tensor().ranks[0])
+    tensor([1., 0., 0., 1.]) tensor([5., 5.])
+    """
+
+    __slots__ = ()  # those of DTensor, so that swap_tensors can exchange them
+    __tensor_unflatten__ = DTensor.__tensor_unflatten__  # without a source it is not a view
+
+    @property
+    def _source(self) -> ViewSource | None:
+        """How the view is computed; None if it no longer is one, as after `x.data = y`."""
+        source = local_slot.__get__(self)
+        return source if isinstance(source, ViewSource) else None
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The block of this rank, computed anew if the base was written to."""
+        block: Tensor | ViewSource = local_slot.__get__(self)
+        return block.read() if isinstance(block, ViewSource) else block
+
+    @_local_tensor.setter
+    def _local_tensor(self, block: Tensor | ViewSource) -> None:
+        local_slot.__set__(self, block)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        if info.is_view and (mode := mode_of_view(args[0])) is not None:
+            with mode:
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        call = OpCall(func, args, kwargs)
+        written = [t for t in call.written if isinstance(t, MovedView) and t._source is not None]
+        if torch.Tag.inplace_view in info.tags:
+            written = []  # the shape changes, not the values
+        if len(written) > 1 and (lists := _one_at_a_time(info, args)):
+            # views in one list may overlap
+            for some in lists:
+                func(*some, **kwargs)
+            return None
+        if info.written:
+            check_overlap(call)
+        for t in written:
+            _announce_write(func, t)
+        with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if info.is_view:
+            return remember_base(func, args, kwargs, result)
+        for t in written:
+            if t._source is not None:
+                t._source.write_back()
+        if type(result) is DTensor and result.is_contiguous():
+            # blocks that moved may have other strides than the view, which ops preserve
+            result._local_tensor = map_ranks(torch.Tensor.contiguous, result._local_tensor)
+        return result
+
+    def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
+        source = self._source
+        if source is None:
+            return DTensor(copy_block(self._local_tensor, memo), self._spec)
+        if id(source) not in memo:
+            base = source.base._copy_blocks(memo)
+            copied = ViewSource(base, source.func, source.args, source.kwargs, source.number)
+            copied.spec, copied.is_local = source.spec, source.is_local
+            copied.set_block(DTensor(copy_block(self._local_tensor, memo), self._spec))
+            memo[id(source)] = copied
+        return _view_of(memo[id(source)], self._spec)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        source = self._source
+        if source is None or is_parameter(self):
+            return super().__reduce_ex__(protocol)
+        name = op_info(source.func).name
+        block = self._local_tensor.detach()
+        return rebuild_view, (
+            source.base, name, source.args, source.kwargs, source.number, source.is_local,
+            block, self._spec, self.requires_grad,
+        )  # fmt: skip
+
+
+def rebuild_view(
+    base: DTensor,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    number: int | None,
+    is_local: bool,
+    block: Tensor,
+    spec: Spec,
+    requires_grad: bool,
+) -> MovedView:
+    """The view that was pickled as these values."""
+    namespace, packet, overload = name.split(".")
+    func = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    source = ViewSource(base, func, args, kwargs, number)
+    source.spec, source.is_local = spec, is_local
+    source.set_block(DTensor(block, spec))
+    return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def mode_of_view(base: Any) -> AbstractContextManager[Any] | None:
+    """The mode to create a view in, if it is not the current one: a view is an inference tensor exactly if its base is."""
+    if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
+        return None
+    return torch.inference_mode() if base.is_inference() else _outside_inference()
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def remember_base(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, is_local: bool = False
+) -> Any:
+    """The results of a view op as views that remember their base; `is_local` if they are reshaped copies of its blocks."""
+
+    def view(number: int | None, block: DTensor) -> MovedView:
+        source = ViewSource(args[0], func, args[1:], kwargs, number)
+        source.spec, source.is_local = block._spec, is_local
+        source.set_block(block)
+        return _view_of(source, block._spec)
+
+    if isinstance(result, Tensor):
+        return view(None, result)  # type: ignore[arg-type]
+    return type(result)([view(i, r) for i, r in enumerate(result)])
+
+
+def _view_of(source: ViewSource, spec: Spec) -> MovedView:
+    out = MovedView(source.block, spec)
+    out._local_tensor = source
+    return out
+
+
+def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
+    """The arguments of an op over lists for one element after the other; none for other ops."""
+    if not info.arguments[0].type.startswith("List"):
+        return []
+    return [[a[i : i + 1] if isinstance(a, list | tuple) else a for a in args] for i in range(len(args[0]))]
+
+
+def _announce_write(func: Any, view: MovedView) -> None:
+    """Apply the policy before an op writes to a view: afterwards the value must go back to the base."""
+    source = view._source
+    if source is None or _is_local(source):
+        return
+    announce(
+        func,
+        view.numel() * view.dtype.itemsize,
+        f"It writes to a view whose data had to move, so the value goes back to its base, {source.base._spec}.",
+        "Write to the base, or to a view along dims that are not split",
+    )
+
+
+COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""View ops whose blocks are computed, since a DTensor has no conjugate or negative bit, and what computes the base again."""
+
+
+def _is_local(source: ViewSource) -> bool:
+    """Whether the value can be written back without communication."""
+    base = source.base
+    if (
+        not source.is_local
+        and source.func not in COMPUTED
+        and not shares_memory(base._local_tensor, source.block)
+    ):
+        return False
+    return not isinstance(base, MovedView) or base._source is None or _is_local(base._source)
+
+
+def _scatter(
+    func: Any, number: int | None, base: DTensor, *args: Any, **kwargs: Any
+) -> Callable[[DTensor, DTensor], DTensor] | None:
+    """What writes the value of a view into its base, if the view is a slice or an index of one dim."""
+    if func in COMPUTED:
+        inverse = COMPUTED[func]
+        return lambda x, value: inverse(value)
+    named = op_info(func).bind((base, *args), kwargs)
+    dim = named.get("dim", 0)
+    if func is aten.slice.Tensor:
+        start, end, step = named["start"], named["end"], named["step"]
+        return lambda x, value: aten.slice_scatter.default(x, value, dim, start, end, step)
+    if func is aten.select.int or func is aten.unbind.int:
+        index = named["index"] if number is None else number
+        return lambda x, value: aten.select_scatter.default(x, value, dim, index)
+    if number is None or func not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return None
+    sizes = named.get("split_sizes") or [named["split_size"]] * number
+    start = sum(sizes[:number])
+    return lambda x, value: aten.slice_scatter.default(x, value, dim, start, start + value.shape[dim])

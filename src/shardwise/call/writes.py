@@ -1,0 +1,88 @@
+"""Counting writes to memory that moved views are computed from.
+
+Ops on DTensors run beneath the code that counts versions, and local views of a block have version counters of their own. So
+writes are counted here, by storage, while a moved view of it exists.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.call.op_call import OpCall
+from shardwise.call.schema import op_info
+from shardwise.comm import PerRank
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.subclass import storage_id, version
+
+__all__ = ["Memory", "memory_of", "note_write", "note_writes", "shares_memory", "watched"]
+
+watched: dict[int, weakref.ref[Memory]] = {}
+"""The memory of every moved view that exists, by the id of its storage. `dispatch` reads it after each op."""
+
+
+class Memory:
+    """The storage of a block that moved views are computed from, and how often ops on DTensors wrote to it."""
+
+    __slots__ = ("__weakref__", "_block", "key", "writes")
+
+    def __init__(self, block: Tensor) -> None:
+        self._block = block  # keeps the storage alive, so that its id stays its own
+        self.key, self.writes = _key(block), 0
+
+    def state(self, block: Tensor) -> tuple[int, int] | None:
+        """What changes when a block of this memory is written to; None if that cannot be known.
+
+        Writes to the result of `to_local()` change the version of the block. Tensors of inference mode have none.
+        """
+        blocks = block.ranks if isinstance(block, PerRank) else (block,)
+        if any(b.is_inference() for b in blocks):
+            return None
+        return self.writes, sum(version(b) for b in blocks)
+
+    def __del__(self) -> None:
+        watched.pop(self.key, None)
+
+
+def memory_of(block: Tensor) -> Memory:
+    """The memory of a block, whose writes are counted from now on."""
+    known = watched.get(_key(block))
+    memory = None if known is None else known()
+    if memory is None:
+        memory = Memory(block)
+        watched[memory.key] = weakref.ref(memory)
+    return memory
+
+
+def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the writes of an op that has run."""
+    if op_info(func).written:
+        for t in OpCall(func, args, kwargs).written:
+            if isinstance(t, DTensor) and t._spec.stride is not None:
+                note_write(t._local_tensor)
+
+
+def note_write(block: Tensor) -> None:
+    """Count a write to a block."""
+    known = watched.get(_key(block))
+    if known is not None and (memory := known()) is not None:
+        memory.writes += 1
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two blocks have the same storage, in a simulation on every rank; blocks without elements count as sharing."""
+    if isinstance(a, PerRank) and isinstance(b, PerRank):
+        return all(shares_memory(x, b.of_rank(r)) for r, x in a._blocks.items())
+    if isinstance(a, PerRank) or isinstance(b, PerRank):
+        return False
+    return storage_id(a) == storage_id(b) or not b.numel()
+
+
+def _first(block: Tensor) -> Tensor:
+    return next(iter(block._blocks.values())) if isinstance(block, PerRank) else block
+
+
+def _key(block: Tensor) -> int:
+    return storage_id(_first(block))

@@ -1,0 +1,63 @@
+"""What Python asks of a tensor: lists, arrays, format strings; and methods that a distributed tensor cannot have."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from shardwise.comm import first_rank
+
+__all__ = ["PythonMethods"]
+
+_MEMORY = "Each rank has the memory of its own block only."
+
+
+def _refused(name: str, why: str, fix: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} of the DTensor {self._spec} does not exist.\n  why: {why}\n  fix: {fix}"
+        )
+
+    method.__name__ = name
+    return method
+
+
+def _each_element(name: str) -> Any:
+    return _refused(
+        name, "It calls a Python function for each element in memory.", f"x.to_local().{name}(...)"
+    )
+
+
+class PythonMethods:
+    """Methods of `DTensor` that convert it to values of Python and NumPy, and those that it refuses."""
+
+    __slots__ = ()
+
+    def tolist(self: Any) -> Any:
+        """The global value as nested lists of numbers. It sends what `full_tensor()` sends."""
+        return _full(self.detach()).tolist()
+
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        """The global value as an array. It sends what `full_tensor()` sends."""
+        return _full(self).numpy(force=force)
+
+    def __array__(self: Any, dtype: Any = None) -> Any:
+        out = _full(self).numpy()
+        return out if dtype is None else out.astype(dtype, copy=False)
+
+    def __format__(self: Any, spec: str) -> str:
+        """A number in the given format if the tensor has no dims, else its representation."""
+        if self.dim() == 0 and spec:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    apply_ = _each_element("apply_")
+    map_ = _each_element("map_")
+    map2_ = _each_element("map2_")
+    share_memory_ = _refused("share_memory_", _MEMORY, "x.to_local().share_memory_()")
+    __dlpack__ = _refused("__dlpack__", _MEMORY, "torch.from_dlpack(x.to_local()), or x.full_tensor()")
+    __dlpack_device__ = _refused("__dlpack_device__", _MEMORY, "torch.from_dlpack(x.to_local())")
+
+
+def _full(x: Any) -> Any:
+    """The global value as a plain tensor; in a simulation, that of the first rank."""
+    return first_rank(x.full_tensor())
