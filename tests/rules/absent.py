@@ -17,6 +17,11 @@ from tests.rules.calls import Call
 from tests.rules.calls import call as _call
 from torch import Tensor
 
+from shardwise.torch_internals.releases import torch_release
+
+# Ops with a row that exist only in torch 2.13.
+REMOVED = {"aten.cholesky.default"} if torch_release() >= (2, 14) else set()
+
 _Kernel = Callable[..., Any]
 _PADDED = 32  # the efficient kernels pad the logsumexp to a multiple of this
 
