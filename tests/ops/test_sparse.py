@@ -453,7 +453,7 @@ def test_a_plain_sparse_tensor_beside_a_dtensor_is_an_error(mesh):
     plain = matrix().to_sparse()
     with pytest.raises(LayoutError, match="mixed"):
         torch.sparse.mm(plain, y)
-    with sw.tensor.implicit_replication():
+    with sw.policy(plain="replicate"):
         assert_same(full(torch.sparse.mm(plain, y)), matrix() @ tall())
         assert_same(full(torch.sparse.mm(matrix().to_sparse_csr(), y)), matrix() @ tall())
 
