@@ -144,6 +144,7 @@ def _name(op):
     return str(op).removeprefix("aten.")
 
 
+@pytest.mark.filterwarnings("ignore:_aminmax is deprecated")
 @pytest.mark.parametrize("op", ALTERNATIVES, ids=_name)
 def test_an_alternative_is_taken_and_gives_the_dense_result(op, taken):
     cases = [c for c in CASES if _name(op) in c.ops.split()]

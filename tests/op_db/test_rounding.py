@@ -33,13 +33,14 @@ def normalized(x):
 KINK = 8  # an element at which the first trials do not cross the kink
 
 
+# The results are on both sides of the kink, not at it: torch 2.14 changed the gradient there.
 def margin(x):
-    return (1 - 7.1875 * (6.90625 - x)).clamp_min(0)
+    return (1.03125 - 7.1875 * (6.90625 - x)).clamp_min(0)
 
 
 def margin_of_terms(x):
     """The same with x as a pending sum of 2x and -x."""
-    return (1 - (7.1875 * (6.90625 - 2 * x) + 7.1875 * x)).clamp_min(0)
+    return (1.03125 - (7.1875 * (6.90625 - 2 * x) + 7.1875 * x)).clamp_min(0)
 
 
 @pytest.mark.parametrize(("dtype", "by"), [(torch.bfloat16, 1.25), (torch.float32, 1.01)], ids=str)

@@ -1,7 +1,9 @@
-"""Patches of ops whose C++ code reads the values of an index tensor."""
+"""Patches: indices whose values C++ code reads, and plain tensors, for which patches change nothing."""
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 
@@ -26,3 +28,24 @@ def test_tensor_split_at_distributed_indices(given, placement):
 
 def test_tensor_split_of_plain_tensors_is_torchs():
     assert [len(t) for t in torch.tensor_split(torch.arange(5), torch.tensor([2]))] == [2, 3]
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Passing, sw.one_device, FakeTensorMode])
+def test_plain_tensors_in_a_mode_run_torchs_kernels(mode):
+    x, classes = torch.arange(6.0).view(2, 3), torch.tensor([0, 2, 1])
+    with mode() as active:
+        if isinstance(active, FakeTensorMode):
+            x, classes = active.from_tensor(x), active.from_tensor(classes)
+        found = [
+            torch.nn.functional.one_hot(classes, 3),
+            x.clone().requires_grad_().prod(0),
+            torch.nn.functional.dropout1d(x, 0.0),
+            torch.tensor_split(x, 2)[0],
+        ]
+    assert [tuple(t.shape) for t in found] == [(3, 3), (3,), (2, 3), (1, 3)]
+    assert not any(isinstance(t, sw.DTensor) for t in found)

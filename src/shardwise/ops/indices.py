@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.operands import has_dtensor
 from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.torch_internals.patches import KernelPatch, TransformPatch, is_batched, unwrap_transforms
@@ -54,7 +55,9 @@ def _maps_over_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def index_patches() -> list[KernelPatch | TransformPatch]:
     """The patches of these functions."""
     return [
-        KernelPatch(aten.one_hot.default, _one_hot, "torch creates the classes as a plain tensor"),
+        KernelPatch(
+            aten.one_hot.default, _one_hot, "torch creates the classes as a plain tensor", has_dtensor
+        ),
         TransformPatch(
             aten.embedding.default, _embedding, "torch creates offsets as a plain tensor", _maps_over_tables
         ),

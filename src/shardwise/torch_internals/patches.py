@@ -31,7 +31,8 @@ __all__ = [
 
 _Predicate = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
-# The first dispatch key of tensors with a `__torch_dispatch__`, above autograd; plain tensors do not have it.
+# The first dispatch key of tensors with a `__torch_dispatch__`, above autograd; inside a `TorchDispatchMode` plain tensors
+# have it, too.
 _SUBCLASS_KEY = "PythonTLSSnapshot"
 _subclass_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 _TRANSFORM_KEY = "FuncTorchDynamicLayerFrontMode"  # where a call enters the active torch.func transforms
@@ -52,7 +53,7 @@ class Patch:
 class KernelPatch(Patch):
     """A kernel of an op for our tensors, above autograd, used where `when(args, kwargs)` holds."""
 
-    when: _Predicate = lambda args, kwargs: True
+    when: _Predicate
 
     @property
     def name(self) -> str:
@@ -63,7 +64,7 @@ class KernelPatch(Patch):
 class TransformPatch(Patch):
     """A kernel of an op inside torch.func transforms; `run` takes the op's arguments and `when` sees them."""
 
-    when: _Predicate = lambda args, kwargs: True
+    when: _Predicate
 
     @property
     def name(self) -> str:
