@@ -86,8 +86,12 @@ CASES = {
         TypeError,
         "Replicate(…)",
     ),
-    "a number for a placement": (lambda w: w.x.redistribute(tp=0), TypeError, "axis tp"),
-    "a string for a placement": (lambda w: w.x.redistribute(placements=["S(0)", "R"]), TypeError, "axis dp"),
+    "a number for a placement": (lambda w: w.x.redistribute(tp=0), TypeError, "Axis tp has 0"),
+    "a string for a placement": (
+        lambda w: w.x.redistribute(placements=["S(0)", "R"]),
+        TypeError,
+        "Axis dp has 'S(0)'",
+    ),
     "None for a placement": (lambda w: w.x.redistribute(placements=[None, R]), TypeError, "Axis dp has None"),
     "torch's placements": (
         lambda w: distribute_tensor(WHOLE, w.square, [torch_package().Shard(0), torch_package().Replicate()]),
@@ -163,7 +167,7 @@ CASES = {
     "placements and an axis": (
         lambda w: w.x.redistribute(placements=[R, R], tp=R),
         ValueError,
-        "placements and tp",
+        "placements and also tp",
     ),
     "neither placements nor an axis": (
         lambda w: w.x.redistribute(),
@@ -186,19 +190,19 @@ CASES = {
     "placements for a mesh": (
         lambda w: w.x.redistribute([Shard(0), R]),
         RuntimeError,
-        "redistribute(placements=[…])",
+        "redistribute(placements=[...])",
     ),
     "to another mesh": (lambda w: w.x.redistribute(w.line, [Shard(0)]), NotImplementedError, "dp=2, tp=2"),
     "a DTensor to another mesh": (lambda w: distribute_tensor(w.x, w.line, [Shard(0)]), ValueError, "all=4"),
     "tensors on two meshes": (
         lambda w: w.x + w.other_mesh,
         NotImplementedError,
-        "an op runs on one mesh",
+        "over one mesh",
     ),
     "a copy between meshes": (
         lambda w: w.x.copy_(w.other_mesh),
         NotImplementedError,
-        "an op runs on one mesh",
+        "over one mesh",
     ),
     # tensors
     "a non-leaf": (
@@ -276,7 +280,7 @@ CASES = {
     "uneven blocks without a shape": (
         lambda w: w.local(per_rank(lambda r: torch.ones(3 - r // 2, 4))),
         ValueError,
-        "pass the global shape=",
+        "Pass the global shape=",
     ),
     "blocks that are not chunks": (
         lambda w: w.local(per_rank(lambda r: torch.ones(1 + r // 2, 4)), run_check=True),
@@ -286,9 +290,9 @@ CASES = {
     "replicated blocks that differ": (
         lambda w: w.local(per_rank(lambda r: WHOLE + r), [R, Shard(0)], run_check=True),
         ValueError,
-        "use Partial() or Shard(dim) on dp",
+        "Use Partial() or Shard(dim) on dp",
     ),
-    "blocks of some ranks": (lambda w: w.local(PerRank({0: WHOLE})), ValueError, "none of 1, 2, 3"),
+    "blocks of some ranks": (lambda w: w.local(PerRank({0: WHOLE})), ValueError, "not of 1, 2, 3"),
     "a stride without a shape": (
         lambda w: w.local(stride=(4, 1)),
         RuntimeError,
