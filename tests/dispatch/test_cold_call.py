@@ -1,4 +1,4 @@
-"""The first call of a kind infers its outputs once, and each later one not at all."""
+"""The first call with a key infers its outputs once, and later calls with that key not at all."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is said of a release of torch is true of the one that is installed."""
+"""The facts about releases of torch hold for the installed one."""
 
 import pytest
 import torch
