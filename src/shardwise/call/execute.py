@@ -55,7 +55,7 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
         return target
     out = wrap(result, _specs(resolution, result))
     if resolution.is_view and info.is_view and resolution.moves[0] is None and _is_copy(blocks[0], result):
-        return remember_base(func, args, kwargs, out, is_local=True)
+        return remember_base(func, args, kwargs, out, "copied")
     return out
 
 
@@ -82,4 +82,6 @@ def _specs(resolution: Resolution, result: Any) -> Iterator[Spec]:
 
 def _is_copy(block: Tensor, view: Any) -> bool:
     """Whether the strides of a block allowed no view, so that it was copied."""
-    return isinstance(view, Tensor) and not shares_memory(block, view)
+    if isinstance(block, PerRank) and isinstance(view, PerRank):
+        return any(_is_copy(b, view.of_rank(r)) for r, b in block._blocks.items())
+    return isinstance(view, Tensor) and bool(view.numel()) and not shares_memory(block, view)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from shardwise.call.fallback import gather, write_back
 from shardwise.call.op_call import OpCall
 from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
-from shardwise.call.writes import memory_of, note_write, shares_memory
+from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
 from shardwise.plan.settings import override_settings
@@ -28,6 +28,7 @@ from shardwise.torch_internals.subclass import is_parameter
 __all__ = ["COMPUTED", "MovedView", "mode_of_view", "remember_base"]
 
 aten = torch.ops.aten
+Kind = Literal["moved", "shared", "copied"]
 
 
 class ViewSource:
@@ -38,12 +39,13 @@ class ViewSource:
             becomes by `t_()` or `x.data = y` does not change the view.
         spec: the spec that the block has.
         block: the block, as of `seen`.
-        is_local: whether the block is a reshaped copy of the base's block, which some ranks may have and others not.
+        kind: how the block was computed: "moved", with memory of its own on every rank; "shared", as a view of the base's
+            block; or "copied", as a reshaped copy of it, which some ranks may have while others share.
         seen: the state of the memory when the block was computed; None if it must be computed for every read.
     """
 
     __slots__ = (
-        "args", "base", "block", "func", "is_held", "is_local", "kwargs", "memory", "number", "root", "seen", "spec",
+        "args", "base", "block", "func", "is_held", "kind", "kwargs", "memory", "number", "root", "seen", "spec",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +60,8 @@ class ViewSource:
         else:
             base = _view_of(source, base._spec)
             self.root, self.memory = source.root, source.memory
-        self.base, self.is_held, self.is_local = base, False, False
+        self.base, self.is_held = base, False
+        self.kind: Kind = "moved"
         self.seen: tuple[int, int] | None = None
         self.block: Tensor
         self.spec: Spec
@@ -66,6 +69,8 @@ class ViewSource:
     def set_block(self, result: Any) -> None:
         """Take the block of a result of `func`."""
         source = result._source
+        if source is not None:
+            self.kind = source.kind
         self.block = result._local_tensor if source is None else source.block
         self.seen = self.memory.state(self.root)
 
@@ -75,6 +80,7 @@ class ViewSource:
             with torch.no_grad():
                 result = self.func(self.base, *self.args, **self.kwargs)
             result = result if self.number is None else result[self.number]
+            self.kind = "shared" if result._source is None else result._source.kind
             # under another cost model the result may have another layout
             self.set_block(to_layout(self.func, result, self.spec.layout))
         return self.block
@@ -89,9 +95,9 @@ class ViewSource:
                 self._write_to_root(value)
                 return
             block = base._local_tensor
-            if self.is_local:
+            if self.kind == "copied":
                 map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
-            elif shares_memory(block, self.block):
+            elif self.kind == "shared":
                 pass
             elif (scatter := _scatter(func, number, base, *args, **kwargs)) is not None:
                 updated = scatter(DTensor(block, base._spec), value)
@@ -214,7 +220,7 @@ class MovedView(DTensor):
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if info.is_view:
-            return remember_base(func, args, kwargs, result)
+            return remember_base(func, args, kwargs, result, "shared")
         for t in written:
             if t._source is not None:
                 t._source.write_back()
@@ -230,7 +236,7 @@ class MovedView(DTensor):
         if id(source) not in memo:
             base = source.base._copy_blocks(memo)
             copied = ViewSource(base, source.func, source.args, source.kwargs, source.number)
-            copied.spec, copied.is_local = source.spec, source.is_local
+            copied.spec, copied.kind = source.spec, source.kind
             copied.set_block(DTensor(copy_block(self._local_tensor, memo), self._spec))
             memo[id(source)] = copied
         return _view_of(memo[id(source)], self._spec)
@@ -242,7 +248,7 @@ class MovedView(DTensor):
         name = op_info(source.func).name
         block = self._local_tensor.detach()
         return rebuild_view, (
-            source.base, name, source.args, source.kwargs, source.number, source.is_local,
+            source.base, name, source.args, source.kwargs, source.number, source.kind,
             block, self._spec, self.requires_grad,
         )  # fmt: skip
 
@@ -253,7 +259,7 @@ def rebuild_view(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     number: int | None,
-    is_local: bool,
+    kind: Kind,
     block: Tensor,
     spec: Spec,
     requires_grad: bool,
@@ -262,7 +268,7 @@ def rebuild_view(
     namespace, packet, overload = name.split(".")
     func = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     source = ViewSource(base, func, args, kwargs, number)
-    source.spec, source.is_local = spec, is_local
+    source.spec, source.kind = spec, kind
     source.set_block(DTensor(block, spec))
     return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -281,13 +287,15 @@ def _outside_inference() -> Iterator[None]:
 
 
 def remember_base(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, is_local: bool = False
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, kind: Kind = "moved"
 ) -> Any:
-    """The results of a view op as views that remember their base; `is_local` if they are reshaped copies of its blocks."""
+    """The results of a view op as views that remember their base; those that do already are returned as they are."""
 
-    def view(number: int | None, block: DTensor) -> MovedView:
+    def view(number: int | None, block: DTensor) -> DTensor:
+        if block._source is not None:
+            return block
         source = ViewSource(args[0], func, args[1:], kwargs, number)
-        source.spec, source.is_local = block._spec, is_local
+        source.spec, source.kind = block._spec, kind
         source.set_block(block)
         return _view_of(source, block._spec)
 
@@ -327,15 +335,9 @@ COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.defau
 
 
 def _is_local(source: ViewSource) -> bool:
-    """Whether the value can be written back without communication."""
-    base = source.base
-    if (
-        not source.is_local
-        and source.func not in COMPUTED
-        and not shares_memory(base._local_tensor, source.block)
-    ):
-        return False
-    return not isinstance(base, MovedView) or base._source is None or _is_local(base._source)
+    """Whether the value can be written back without communication; the same on every rank."""
+    above = source.base._source
+    return (source.kind != "moved" or source.func in COMPUTED) and (above is None or _is_local(above))
 
 
 def _scatter(

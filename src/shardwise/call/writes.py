@@ -72,12 +72,12 @@ def note_write(block: Tensor) -> None:
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two blocks have the same storage, in a simulation on every rank; blocks without elements count as sharing."""
+    """Whether two blocks have the same storage, in a simulation on every rank."""
     if isinstance(a, PerRank) and isinstance(b, PerRank):
         return all(shares_memory(x, b.of_rank(r)) for r, x in a._blocks.items())
     if isinstance(a, PerRank) or isinstance(b, PerRank):
         return False
-    return storage_id(a) == storage_id(b) or not b.numel()
+    return storage_id(a) == storage_id(b)
 
 
 def _first(block: Tensor) -> Tensor:
