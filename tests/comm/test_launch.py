@@ -379,11 +379,11 @@ def test_the_error_can_be_pickled() -> None:
 @pytest.mark.parametrize(
     ("fn", "nprocs", "timeout", "error", "match"),
     [
-        (3, 2, None, TypeError, "fn is 3.*fix: pass the function"),
-        (boom, 2.0, None, TypeError, "nprocs is 2.0.*fix: pass an int"),
+        (3, 2, None, TypeError, "fn is 3.*fix: Pass the function"),
+        (boom, 2.0, None, TypeError, "nprocs is 2.0.*fix: Pass an int"),
         (boom, True, None, TypeError, "nprocs is True"),
         (boom, 0, None, ValueError, "nprocs is 0.*fix: launch"),
-        (boom, 2, 0, ValueError, "timeout is 0.*fix: pass a number above 0"),
+        (boom, 2, 0, ValueError, "timeout is 0.*fix: Pass a number above 0"),
     ],
 )
 def test_invalid_arguments(

@@ -172,7 +172,7 @@ def test_a_value_that_differs_between_ranks_is_an_error(name):
         QUERIES[name](growing())
     what, why, fix = str(caught.value).split("\n  ")[0], *str(caught.value).split("\n  ")[-2:]
     assert what.startswith(f"{name} differs between the simulated ranks (rank 0: ")
-    assert "one program runs for all ranks" in why
+    assert "One program runs for all ranks" in why
     assert "x.ranks" in fix
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,38 +223,25 @@ def test_a_call_does_not_depend_on_the_same_call_in_another_mode(call):
                 assert observe(world, call, mode) == expected, f"{call} in {mode} after {before}"
 
 
-def _in_forks() -> None:
-    """Print the outcome of every call in two modes, each from a process in which nothing else has run."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("shardwise").setLevel(logging.ERROR)
-    outcomes = {}
-    modes = list(MODES)
-    for i, call in enumerate(CALLS):
-        for mode in (modes[0], modes[1 + i % (len(modes) - 1)]):
-            read, write = os.pipe()
-            if os.fork() == 0:
-                with sw.simulate(4):
-                    outcome = pickle.dumps(observe(World(), call, mode))
-                with os.fdopen(write, "wb") as out:
-                    out.write(outcome)
-                os._exit(0)
-            os.close(write)
-            with os.fdopen(read, "rb") as result:
-                outcomes[call, mode] = result.read()
-            os.wait()
-    sys.stdout.buffer.write(pickle.dumps(outcomes))
+FRESH = [
+    ("plain operand", "plain"),
+    ("plain in a backward pass", "plain"),
+    ("sub-mesh, gradient of the larger", "no_grad"),
+    ("softmax over a split dim", "far network"),
+    ("write to a view", "inference_mode"),
+]
+IN_A_PROCESS = """
+import importlib.util, pickle, sys
+spec = importlib.util.spec_from_file_location("order", sys.argv[1])
+order = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(order)
+sys.stdout.buffer.write(pickle.dumps(order.alone(*sys.argv[2:])))
+"""
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_call_with_empty_caches_is_the_call_in_a_fresh_process():
-    module = Path(__file__)
-    code = (
-        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('order', sys.argv[1]); "
-        "order = importlib.util.module_from_spec(spec); spec.loader.exec_module(order); order._in_forks()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(module)], capture_output=True, check=True)
-    outcomes = pickle.loads(done.stdout)
-    assert len(outcomes) == 2 * len(CALLS)
-    for (call, mode), outcome in outcomes.items():
-        assert pickle.loads(outcome) == alone(call, mode), f"{call} in {mode}"
+@pytest.mark.parametrize(("call", "mode"), FRESH)
+def test_a_call_with_empty_caches_is_the_call_in_a_fresh_process(call, mode):
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS, __file__, call, mode]
+    done = subprocess.run(command, capture_output=True, check=True)
+    assert pickle.loads(done.stdout) == alone(call, mode)

@@ -273,6 +273,9 @@ def rebuild_view(
     return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+torch.serialization.add_safe_globals([rebuild_view])  # it runs an op by name on tensors that were loaded
+
+
 def mode_of_view(base: Any) -> AbstractContextManager[Any] | None:
     """The mode to create a view in, if it is not the current one: a view is an inference tensor exactly if its base is."""
     if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
