@@ -356,8 +356,8 @@ def test_planning_takes_milliseconds(mesh, shape):
             times.append(time.process_time() - start)
         best.append(min(times))
     assert len(best) > 60
-    # 2 to 3 ms on an idle machine; twice that while other processes share its cores and caches
-    assert sorted(best)[int(0.99 * len(best)) - 1] < 6e-3
+    # 2 to 3 ms on an idle machine, more while other processes share its cores and caches
+    assert sorted(best)[int(0.99 * len(best)) - 1] < 1e-2
 
 
 @given(pairs(plain=True))
