@@ -28,7 +28,6 @@ WALK: list[tuple[str, tuple[str, str]]] = [
     ("replicated on dp, columns on tp", ("R", "S1")),
     ("replicated", ("R", "R")),
 ]
-COLOURS = (44, 42, 45, 46)
 
 
 def placements(tokens: tuple[str, ...]) -> list[sw.Placement]:
@@ -55,11 +54,6 @@ def walk() -> tuple[list[tuple[int, Fraction]], bool]:
     return sent, torch.equal(x.full_tensor(), matrix) and torch.equal(y.full_tensor(), matrix * 10)
 
 
-def paint(text: str, rank: int) -> str:
-    """A cell in the colour of its first rank."""
-    return f"\x1b[97;{COLOURS[rank % 4]}m{text}\x1b[0m"
-
-
 def describe(collectives: int, sent: int) -> str:
     """The number of collectives and of bytes."""
     return f"{collectives} collective{'s' * (collectives != 1)}, {sent:,} B"
@@ -80,7 +74,7 @@ def show(
         print(f"  {step}")
     theirs = "not supported" if torch_sent is None else describe(torch_sent.collectives, torch_sent.bytes)
     print(f"  sent: {describe(*sent)}      torch: {theirs}")
-    print(picture(b, paint=paint if sys.stdout.isatty() or "FORCE_COLOR" in os.environ else None))
+    print(picture(b))
 
 
 def main() -> None:
@@ -93,7 +87,7 @@ def main() -> None:
     axes = Axes(MESH, ("dp", "tp"))
     first = sw.Layout.of(SHAPE, axes, placements(WALK[0][1]))
     print(f"A {SHAPE[0]}x{SHAPE[1]} matrix on 4 processes, a mesh of dp=2, tp=2.\n\n{WALK[0][0]}\n  {first}")
-    print(picture(first, paint=paint if sys.stdout.isatty() or "FORCE_COLOR" in os.environ else None))
+    print(picture(first))
     stops = [
         *((title, WALK[i][1], tokens) for i, (title, tokens) in enumerate(WALK[1:])),
         ("a pending sum over all ranks, reduced and split in one step", ("P", "P"), ("S0", "S1")),
