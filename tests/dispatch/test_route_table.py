@@ -13,9 +13,19 @@ GOLDEN = Path(__file__).parents[2] / "docs" / "routes.txt"
 aten = torch.ops.aten
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the table lists the ops of torch 2.13")
 def test_the_printed_table_is_the_one_in_the_repository():
-    assert printed_routes() == GOLDEN.read_text(), "run `make rules` and look at the diff"
+    printed, golden = printed_routes(), GOLDEN.read_text()
+    if torch.__version__.startswith("2.13"):
+        assert printed == golden, "run `make rules` and look at the diff"
+        return
+    # other releases have other ops
+    here, there = (
+        dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", "#"))
+        for text in (printed, golden)
+    )
+    common = here.keys() & there.keys()
+    assert len(common) > 0.9 * len(there)
+    assert {name: here[name] for name in common} == {name: there[name] for name in common}
 
 
 CALLS = {

@@ -97,5 +97,5 @@ def differences(names, mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 def test_results_and_gradients_equal_the_dense_ones(workers, mesh_shape):
     names = _names()[len(mesh_shape) :: STEP]
-    assert len(names) > 100
+    assert len(names) >= 600 // STEP
     assert workers.run(differences, names, mesh_shape) == [[]] * 4

@@ -18,6 +18,7 @@ from shardwise.verify.sampling import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXAMPLES = 5
+DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +53,10 @@ def test_a_row_holds_in_every_layout_it_allows(name):
     )
 
 
-@pytest.mark.skipif(
-    os.environ.get("SHARDWISE_DEEP") != "1", reason="takes a minute more; other calls are generated above"
-)
 def test_rows_hold_for_the_calls_in_torchs_own_samples():
     calls = {name: calls for name, calls in recorded().items() if name in TABLE and calls}
     assert len(calls) > 100
-    for name in calls:
+    for name in list(calls)[:: 1 if DEEP else 10]:
         assert verify(name, calls[name]).candidates > 0
 
 

@@ -66,6 +66,22 @@ def distribute_tensor(
     tensor([[0., 0., 1.]])
     """
     mesh = current_mesh(device_mesh, "distribute_tensor")
+    _check_leaf(tensor)
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    layout = Layout.of(tensor.shape, axes_of(mesh), placements)
+    if isinstance(tensor, DTensor):
+        return _check_layout(tensor, mesh, layout)
+    check_device(tensor, mesh, "distribute_tensor")
+    for p in layout.placements:
+        if isinstance(p, Partial):
+            check_reducible(tensor.dtype, p.reduce_op)
+    _check_source(src_data_rank, mesh)
+    out = _distribute(tensor.detach(), mesh, layout, src_data_rank)
+    out.requires_grad_(tensor.requires_grad)
+    return out
+
+
+def _check_leaf(tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"distribute_tensor got a {type(tensor).__name__}.\n"
@@ -78,16 +94,10 @@ def distribute_tensor(
             why="The result is a leaf, so gradients would not reach the inputs of this tensor.",
             fix="distribute_tensor(x.detach(), ...), or DTensor.from_local(block, ...) inside a computation.",
         )
-    placements = [Replicate()] * mesh.ndim if placements is None else placements
-    layout = Layout.of(tensor.shape, axes_of(mesh), placements)
-    if isinstance(tensor, DTensor):
-        return _check_layout(tensor, mesh, layout)
-    check_device(tensor, mesh, "distribute_tensor")
-    for p in layout.placements:
-        if isinstance(p, Partial):
-            check_reducible(tensor.dtype, p.reduce_op)
-    _check_source(src_data_rank, mesh)
-    full = tensor.detach()
+
+
+def _distribute(full: Tensor, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None) -> DTensor:
+    """The DTensor of a full tensor after all checks."""
     settled = layout.with_partial({})
     if is_simulated() and not isinstance(full, PerRank):
         full = spread(full, range(torch.distributed.get_world_size()))
@@ -102,9 +112,7 @@ def distribute_tensor(
         block = empty_like_block(full)
     shape = torch.Size(layout.shape)
     stride = None if is_sparse(full) else contiguous_stride(shape)
-    out = to_layout(from_block(block, Spec(mesh, settled, tensor.dtype, shape, stride)), layout)
-    out.requires_grad_(tensor.requires_grad)
-    return out
+    return to_layout(from_block(block, Spec(mesh, settled, full.dtype, shape, stride)), layout)
 
 
 def _check_layout(x: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:

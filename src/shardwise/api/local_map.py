@@ -77,8 +77,24 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
             spmd_types=spmd_types,
         )
+    if spmd_types:
+        raise MapError(
+            "local_map does not support spmd_types=True.",
+            why="The package spmd_types annotates the blocks of torch's DTensors, not of these.",
+            fix="local_map(..., spmd_types=False)",
+        )
     outs = out_placements if isinstance(out_placements, tuple) else (out_placements,)
+    return _mapped(func, outs, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
 
+
+def _mapped(
+    func: Callable[..., Any],
+    outs: tuple[Placed, ...],
+    in_placements: tuple[Placed, ...] | None,
+    in_grad_placements: tuple[Placed, ...] | None,
+    device_mesh: DeviceMesh | None,
+    redistribute_inputs: bool,
+) -> Callable[..., Any]:
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         given, rebuild = flatten(args)
@@ -87,12 +103,6 @@ def local_map(
         tensors = [a for a in given if isinstance(a, DTensor)]
         if not tensors:
             return func(*args, **kwargs)
-        if spmd_types:
-            raise MapError(
-                "local_map does not support spmd_types=True.",
-                why="The package spmd_types annotates the blocks of torch's DTensors, not of these.",
-                fix="local_map(..., spmd_types=False)",
-            )
         mesh = device_mesh or tensors[0].device_mesh
         inputs = [_input(i, a, in_placements, redistribute_inputs) for i, a in enumerate(given)]
         blocks = [

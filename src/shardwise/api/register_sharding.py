@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 from shardwise.call.schema import op_info
@@ -87,13 +88,7 @@ def register_sharding(
     """
     ops = op_overloads(op)
     if text is None:
-
-        def decorate(lister: _Lister) -> _Lister:
-            where = getattr(lister, "__qualname__", repr(lister))
-            _register(ops, Listing(f"listed by {where}", lister))
-            return lister
-
-        return decorate
+        return partial(_register_listing, ops)
     if text == "?":
         rows = [inferred_row(one) for one in ops]
         for one, found in zip(ops, rows, strict=True):
@@ -103,6 +98,12 @@ def register_sharding(
         text = row(text, by=by, linear=linear, added=added, reads=reads, empty=empty)
     _register(ops, text)
     return text
+
+
+def _register_listing(ops: list[Any], lister: _Lister) -> _Lister:
+    where = getattr(lister, "__qualname__", repr(lister))
+    _register(ops, Listing(f"listed by {where}", lister))
+    return lister
 
 
 def op_overloads(op: Any) -> list[Any]:

@@ -45,7 +45,7 @@ _HEADER = "".join(f"# {line}".rstrip() + "\n" for line in (__doc__ or "").strip(
 def routes_of(func: Any) -> list[str]:
     """The mechanisms that may run an op, in the order in which they are tried.
 
-    >>> routes_of(torch.ops.aten._softmax.default)
+    >>> routes_of(torch.ops.aten.native_layer_norm.default)
     ['rule', 'alternative (statistics)', 'decomposition', 'fallback']
     """
     info = op_info(func)

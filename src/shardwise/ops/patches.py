@@ -46,7 +46,7 @@ def _refusing(name: str, fix: str) -> Any:
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         if has_dtensor(args, kwargs):
-            raise NotImplementedError(
+            raise TypeError(
                 f"{name} got a DTensor.\n"
                 "  why: It reads the memory of a tensor, and each rank has the memory of its own block only.\n"
                 f"  fix: {fix}"

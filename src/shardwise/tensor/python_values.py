@@ -13,9 +13,7 @@ _MEMORY = "Each rank has the memory of its own block only."
 
 def _refused(name: str, why: str, fix: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name} of the DTensor {self._spec} does not exist.\n  why: {why}\n  fix: {fix}"
-        )
+        raise TypeError(f"{name} of the DTensor {self._spec} does not exist.\n  why: {why}\n  fix: {fix}")
 
     method.__name__ = name
     return method

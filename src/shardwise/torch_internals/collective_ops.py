@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# registers torch.ops.c10d_functional; the public modules that do so import torch.distributed.tensor as well
+# registers torch.ops.c10d_functional; the public modules that do so import the package that we replace as well
 import torch.distributed._functional_collectives
 
 __all__ = ["collective_ops"]
