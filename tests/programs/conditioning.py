@@ -13,7 +13,9 @@ from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
 __all__ = ["Rounding"]
 
-_EXACT = frozenset({"clone", "zeros_like", "ones_like", "full", "arange", "cat", "stack", "flip", "roll", "index"})
+_EXACT = frozenset(
+    {"clone", "zeros_like", "ones_like", "full", "arange", "cat", "stack", "flip", "roll", "index"}
+)
 
 
 class Rounding(TorchDispatchMode):
@@ -27,7 +29,10 @@ class Rounding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
-        if any(a.alias_info is not None for a in func._schema.arguments) or func.__name__.split(".")[0] in _EXACT:
+        if (
+            any(a.alias_info is not None for a in func._schema.arguments)
+            or func.__name__.split(".")[0] in _EXACT
+        ):
             return out
         return tree_map_only(Tensor, self._round, out)
 

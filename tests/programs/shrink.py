@@ -13,7 +13,9 @@ __all__ = ["printed", "shrink"]
 Check = Callable[[Program], Difference | None]
 
 
-def shrink(program: Program, found: Difference, check: Check, budget: int = 300) -> tuple[Program, Difference]:
+def shrink(
+    program: Program, found: Difference, check: Check, budget: int = 300
+) -> tuple[Program, Difference]:
     """Remove statements and splits as long as a difference of the same kind remains."""
     tries = 0
 
@@ -48,11 +50,18 @@ def _smaller(program: Program):
                 yield replace(program, statements=statements[: end - size] + statements[end:])
     for i, statement in enumerate(statements):
         for code in _simpler(statement.code):
-            yield replace(program, statements=(*statements[:i], Statement(code, statement.raises), *statements[i + 1 :]))
+            yield replace(
+                program, statements=(*statements[:i], Statement(code, statement.raises), *statements[i + 1 :])
+            )
 
 
 def _simpler(code: str):
-    for pattern, by in ((r"\.requires_grad_\(\)$", ""), (r"^with [^\n]*:\n    ", ""), (r" P\(\w+,\w+\)", ""), (r":[a-z]+(,[a-z]+)*", "")):
+    for pattern, by in (
+        (r"\.requires_grad_\(\)$", ""),
+        (r"^with [^\n]*:\n    ", ""),
+        (r" P\(\w+,\w+\)", ""),
+        (r":[a-z]+(,[a-z]+)*", ""),
+    ):
         for match in re.finditer(pattern, code):
             if pattern.startswith(":") and "put(" not in code:
                 continue
@@ -62,6 +71,17 @@ def _simpler(code: str):
 def printed(program: Program, found: Difference) -> str:
     """A program and its difference, as code that runs."""
     lines = ["from tests.programs.program import Program, Statement, check_simulated", ""]
-    lines += [f"check_simulated(Program({program.mesh}, (", *(f"    Statement({s.code!r}{', ' + repr(s.raises) if s.raises else ''})," for s in program.statements), ")))"]
-    readable = [line for s in program.statements for line in (s.code + (f"  # {s.raises}" if s.raises else "")).split("\n")]
+    lines += [
+        f"check_simulated(Program({program.mesh}, (",
+        *(
+            f"    Statement({s.code!r}{', ' + repr(s.raises) if s.raises else ''}),"
+            for s in program.statements
+        ),
+        ")))",
+    ]
+    readable = [
+        line
+        for s in program.statements
+        for line in (s.code + (f"  # {s.raises}" if s.raises else "")).split("\n")
+    ]
     return "\n".join([f"# {found.kind}: {found.text}", *(f"#   {line}" for line in readable), *lines])

@@ -6,7 +6,7 @@ from tests.programs.drawing import Drawing, template
 from tests.programs.templates_ops import expression
 
 _LOSSES = (
-    "{y}.square().sum()", "{y}.sum()", "{y}.mean()", "{y}.sin().sum()", "({y} * {y}.detach()).sum()", "{y}.norm()", "{y}.abs().max()",
+    "{y}.square().sum()", "{y}.sum()", "{y}.mean()", "{y}.sin().sum()", "({y} * {y}.detach()).sum()", "{y}.norm()", "{y}.abs().amax()",
     "{y}.softmax(-1).square().sum()", "{y}.logsumexp(-1).sum()",
 )  # fmt: skip
 
@@ -41,7 +41,9 @@ def gradient(d: Drawing) -> str | None:
     y, x = d.pick("d", where=lambda t: t.requires_grad), _leaf(d)
     if y is None or x is None:
         return None
-    more = d.rng.choice((", retain_graph=True", ", create_graph=True", ", retain_graph=True, materialize_grads=True"))
+    more = d.rng.choice(
+        (", retain_graph=True", ", create_graph=True", ", retain_graph=True, materialize_grads=True")
+    )
     unused = "" if "materialize" in more else ", allow_unused=True"
     return f"({d.new()},) = torch.autograd.grad({_loss(d, y)}, [{x}]{more}{unused})"
 
@@ -55,7 +57,9 @@ def double_backward(d: Drawing) -> str | None:
     g, h = d.new(), d.new()
     outer = d.rng.choice((f"{g}.square().sum()", f"({g} * {x}).sum()", f"{g}.norm()"))
     if d.rng.random() < 0.5:
-        return f"({g},) = torch.autograd.grad({x}.{f}().sum(), [{x}], create_graph=True)\n({outer}).backward()"
+        return (
+            f"({g},) = torch.autograd.grad({x}.{f}().sum(), [{x}], create_graph=True)\n({outer}).backward()"
+        )
     return f"({g},) = torch.autograd.grad(({x}.{f}() * {x}).sum(), [{x}], create_graph=True)\n({h},) = torch.autograd.grad({outer}, [{x}])"
 
 
@@ -64,7 +68,12 @@ def hook(d: Drawing) -> str | None:
     y = d.pick("d", where=lambda t: t.requires_grad)
     if y is None:
         return None
-    hooks = ["{y}.register_hook(lambda g: g * 2)", "{y}.register_hook(lambda g: None)", "{y}.retain_grad()", "{y}.register_hook(lambda g: g + 1)"]
+    hooks = [
+        "{y}.register_hook(lambda g: g * 2)",
+        "{y}.register_hook(lambda g: None)",
+        "{y}.retain_grad()",
+        "{y}.register_hook(lambda g: g + 1)",
+    ]
     if d[y].is_leaf:
         hooks.append("{y}.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))")
     return d.rng.choice(hooks).format(y=y)
@@ -77,8 +86,15 @@ def gradient_of_leaf(d: Drawing) -> str | None:
         return None
     write = d.rng.choice(("zero_()", "mul_(2)", "add_(1)", "clone()", "sum()", "view(-1)", "detach()"))
     code = f"{d.new()} = {x}.grad.{write}"
-    clip = d.rng.choice((code, code, f"nn.utils.clip_grad_norm_([{x}], 0.5, foreach={d.rng.random() < 0.5})", f"nn.utils.clip_grad_value_([{x}], 0.1)", f"{x}.grad = None"))
-    return clip
+    return d.rng.choice(
+        (
+            code,
+            code,
+            f"nn.utils.clip_grad_norm_([{x}], 0.5, foreach={d.rng.random() < 0.5})",
+            f"nn.utils.clip_grad_value_([{x}], 0.1)",
+            f"{x}.grad = None",
+        )
+    )
 
 
 _OPTIMIZERS = (
@@ -96,7 +112,9 @@ def optimizer(d: Drawing) -> str | None:
         return None
     p = "[" + ", ".join(leaves) + "]"
     which = d.rng.choice(_OPTIMIZERS)
-    kinds = ["", ", foreach=True", ", foreach=False"] + ([", fused=True"] if which.startswith(_FUSED) and "maximize" not in which else [])
+    kinds = ["", ", foreach=True", ", foreach=False"] + (
+        [", fused=True"] if which.startswith(_FUSED) and "maximize" not in which else []
+    )
     call = which.replace("(p", f"({p}").removesuffix(")") + d.rng.choice(kinds) + ")"
     if d.rng.random() < 0.08:
         call = f"LBFGS({p}, max_iter=3)"
@@ -117,7 +135,14 @@ def checkpointed(d: Drawing) -> str | None:
     x = d.pick("f", 1, where=lambda t: t.requires_grad)
     if x is None:
         return None
-    body = d.rng.choice(("t.sin().softmax(-1)", "(t @ t.mT).tanh() if t.dim() > 1 else t * t", "F.layer_norm(t, t.shape[-1:]).exp()", "t.cumsum(0).square()"))
+    body = d.rng.choice(
+        (
+            "t.sin().softmax(-1)",
+            "(t @ t.mT).tanh() if t.dim() > 1 else t * t",
+            "F.layer_norm(t, t.shape[-1:]).exp()",
+            "t.cumsum(0).square()",
+        )
+    )
     reentrant = d.rng.random() < 0.4
     return f"{d.new()} = checkpoint(lambda t: {body}, {x}, use_reentrant={reentrant})"
 
@@ -127,8 +152,29 @@ def transform(d: Drawing) -> str | None:
     x = d.pick("f", 1)
     if x is None:
         return None
-    f = d.rng.choice(("t.sin().sum()", "t.square().mean()", "(t * t.softmax(-1)).sum()", "t.logsumexp(-1).sum()", "t.norm()", "t.cumsum(-1).square().sum()"))
-    g = d.rng.choice(("t.sin()", "t.softmax(-1)", "t * 2 + 1", "t.cumsum(-1)", "t.sum(-1)", "t.flip(-1)", "t.mean()", "F.relu(t)", "t.sort(-1).values"))
+    f = d.rng.choice(
+        (
+            "t.sin().sum()",
+            "t.square().mean()",
+            "(t * t.softmax(-1)).sum()",
+            "t.logsumexp(-1).sum()",
+            "t.norm()",
+            "t.cumsum(-1).square().sum()",
+        )
+    )
+    g = d.rng.choice(
+        (
+            "t.sin()",
+            "t.softmax(-1)",
+            "t * 2 + 1",
+            "t.cumsum(-1)",
+            "t.sum(-1)",
+            "t.flip(-1)",
+            "t.mean()",
+            "F.relu(t)",
+            "t.sort(-1).values",
+        )
+    )
     calls = [
         f"func.grad(lambda t: {f})({x})",
         f"func.jvp(lambda t: {g}, ({x},), (torch.ones_like({x}),))[1]",
@@ -139,10 +185,21 @@ def transform(d: Drawing) -> str | None:
         f"torch.autograd.functional.hvp(lambda t: {f}, {x}.detach(), torch.ones_like({x}))[1]",
     ]
     if d[x].dim() > 1:
-        calls += [f"func.vmap(lambda t: {g})({x})", f"func.vmap(lambda t: {g}, in_dims=1, out_dims=0)({x})", f"func.vmap(func.grad(lambda t: {f}))({x})"]
-        calls += [f"func.vmap(lambda t, u: t @ u)({x}, {x})", f"func.vmap(lambda t, u: (t * u).sum(), in_dims=(0, None))({x}, {x}[0])"]
+        calls += [
+            f"func.vmap(lambda t: {g})({x})",
+            f"func.vmap(lambda t: {g}, in_dims=1, out_dims=0)({x})",
+            f"func.vmap(func.grad(lambda t: {f}))({x})",
+        ]
+        calls += [
+            f"func.vmap(lambda t, u: t @ u)({x}, {x})",
+            f"func.vmap(lambda t, u: (t * u).sum(), in_dims=(0, None))({x}, {x}[0])",
+        ]
     if d[x].dim() == 1:
-        calls += [f"func.jacrev(lambda t: {g})({x})", f"func.jacfwd(lambda t: {g})({x})", f"func.hessian(lambda t: {f})({x})"]
+        calls += [
+            f"func.jacrev(lambda t: {g})({x})",
+            f"func.jacfwd(lambda t: {g})({x})",
+            f"func.hessian(lambda t: {f})({x})",
+        ]
     return f"{d.new()} = {d.rng.choice(calls)}"
 
 
@@ -185,10 +242,16 @@ def module(d: Drawing) -> str | None:
     w, b = d.fresh([m, n], dtype, grad=True), d.fresh([m], dtype, grad=True)
     kind = d.rng.random()
     if kind < 0.4:
-        return f"{d.new()} = func.functional_call(nn.Linear({n}, {m}), {{'weight': {w}, 'bias': {b}}}, ({x},))"
+        return (
+            f"{d.new()} = func.functional_call(nn.Linear({n}, {m}), {{'weight': {w}, 'bias': {b}}}, ({x},))"
+        )
     if kind < 0.7:
         return f"layer = nn.Linear({n}, {m})\nlayer.weight, layer.bias = nn.Parameter({w}.detach()), nn.Parameter({b}.detach())\n{d.new()} = layer({x})\n{d.new()} = layer.weight"
-    return f"with torch.autocast('cpu', torch.bfloat16):\n    {d.new()} = F.linear({x}, {w}, {b}).float()" if kind > 0.9 else f"{d.new()} = F.linear({x}, {w}, {b}).relu().square().mean()"
+    return (
+        f"with torch.autocast('cpu', torch.bfloat16):\n    {d.new()} = F.linear({x}, {w}, {b}).float()"
+        if kind > 0.9
+        else f"{d.new()} = F.linear({x}, {w}, {b}).relu().square().mean()"
+    )
 
 
 @template(1)

@@ -33,8 +33,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         "{x}.reshape({x}.shape + (1,))", "torch.tensor_split({x}.reshape(-1), 3)[{k} % 3]", "{x}.ravel()",
     ),
     "n0": (
-        "{x}.max()", "{x}.min()", "{x} > {y}", "{x}.clamp(min=0)", "{x} // 2", "{x}.remainder(3)", "{x}.float()", "{x}.amax()",
-        "torch.minimum({x}, {y})", "{x}.argmax()", "{x}.bool()", "({x} > 0).any()", "{x}.clamp({s}, None)", "{x}.abs().max()",
+        "{x}.detach().max()", "{x}.detach().min()", "{x} > {y}", "{x}.clamp(min=0)", "{x} // 2", "{x}.remainder(3)", "{x}.float()", "{x}.amax()",
+        "torch.minimum({x}, {y})", "{x}.argmax()", "{x}.bool()", "({x} > 0).any()", "{x}.clamp({s}, None)", "{x}.abs().amax()",
         "{x}.sort(stable=True).values", "torch.isclose({x}, {y})", "{x}.msort()",
     ),
     "i0": ("{x} & 3", "{x} | {y}", "{x} << 1", "{x} / 2", "{x}.double() * 0.25", "{x}.to(torch.complex128)", "{x} % 3", "{x} ^ {y}"),
@@ -142,7 +142,10 @@ _LATER = ("0.5", "2", "-1", "0.25", "1")
 def fill_pattern(d: Drawing, pattern: str, x: str) -> str | None:
     """A pattern with its placeholders filled; None if the tensor has no dim of the needed kind."""
     t = d[x]
-    values: dict[str, object] = {"x": x, "v": d.rng.choice(_LATER if t.is_floating_point() else ("2", "-1", "1"))}
+    values: dict[str, object] = {
+        "x": x,
+        "v": d.rng.choice(_LATER if t.is_floating_point() else ("2", "-1", "1")),
+    }
     values["k"] = d.rng.randrange(4)
     if "{y}" in pattern:
         values["y"] = d.broadcastable(x)
@@ -170,7 +173,11 @@ def _fill_operands(d: Drawing, pattern: str, x: str, dim: int, values: dict[str,
         if "{ixu}" in pattern:
             values["ixu"] = name = d.new()
             n = min(n, shape[dim])
-            d.run(f"{name} = torch.randperm(0).new_zeros(0)" if n == 0 else f"{name} = put(({n},), 'int64', 1, '[{n}]') * 0 + put(({n},), 'int64', 1, '[{n}]').argsort(stable=True)")
+            d.run(
+                f"{name} = torch.randperm(0).new_zeros(0)"
+                if n == 0
+                else f"{name} = put(({n},), 'int64', 1, '[{n}]') * 0 + put(({n},), 'int64', 1, '[{n}]').argsort(stable=True)"
+            )
         shape[dim] = n
         values["xd"] = d.fresh(shape, dtype)
     if "{ixs}" in pattern:
@@ -224,7 +231,9 @@ def op(d: Drawing) -> str | None:
 
 @template(2)
 def op_under_mode(d: Drawing) -> str | None:
-    mode = d.rng.choice(("torch.no_grad()", "torch.no_grad()", "torch.inference_mode()", "torch.enable_grad()"))
+    mode = d.rng.choice(
+        ("torch.no_grad()", "torch.no_grad()", "torch.inference_mode()", "torch.enable_grad()")
+    )
     code = expression(d)
     return code and f"with {mode}:\n    {d.new()} = {code}"
 
@@ -251,7 +260,11 @@ def write_to_copy(d: Drawing) -> str | None:
     d.run(f"{y} = {x}.clone()")
     if y not in d.env:
         return None
-    kinds = [k for k in _INPLACE if int(k[1]) <= d[y].dim() and (k[0] == "m" or (k[0] == "f" and d[y].is_floating_point()))]
+    kinds = [
+        k
+        for k in _INPLACE
+        if int(k[1]) <= d[y].dim() and (k[0] == "m" or (k[0] == "f" and d[y].is_floating_point()))
+    ]
     return fill_pattern(d, d.rng.choice(_INPLACE[d.rng.choice(kinds)]), y)
 
 

@@ -88,7 +88,9 @@ def test_a_wrong_result_is_found_and_shrunk_to_a_few_lines(monkeypatch: pytest.M
 
 
 def test_a_missing_error_is_found() -> None:
-    program = Program((2,), (running.Statement("t1 = put((2,), 'int64', 0, '[2:dp]') @ put((3,), 'int64', 0, '[3]')"),))
+    program = Program(
+        (2,), (running.Statement("t1 = put((2,), 'int64', 0, '[2:dp]') @ put((3,), 'int64', 0, '[3]')"),)
+    )
     program = running.with_errors(program)
     assert program.statements[0].raises == "RuntimeError"
     assert simulated_difference(program) is None

@@ -209,9 +209,11 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
             aten.huber_loss_backward.default,
             aten.isin.Tensor_Scalar,
             aten.pow.Scalar,
-            aten._fft_r2c.default,
         )
     },
+    aten._fft_r2c.default: lambda x, dim, *args: (
+        _contiguous(aten._fft_r2c.default) if len(dim) > 1 else aten._fft_r2c.default
+    )(x, dim, *args),
     **{func: _elementwise(func) for func in _TWO_TENSORS},
     **{
         func: _batch_norm(func)

@@ -62,6 +62,10 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
     if func is aten.is_same_size.default:
         return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
+    if (
+        func is aten._has_same_storage_numel.default
+    ):  # forward-mode derivatives ask it of a tensor and its tangent
+        return Route("request", lambda a, k: _extent(a[0]) == _extent(a[1]), ())
     if info.name.startswith("prims.") and all(t.device.type == "meta" for t in call.tensors):
         # the meta kernels of ops, which torch calls for zero tangents: only the global shapes matter
         return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
@@ -85,6 +89,13 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
     return _compute_route(call, find_route)
+
+
+def _extent(x: torch.Tensor) -> int:
+    """The number of elements of memory from the first element of a tensor to its last."""
+    return (
+        1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    )
 
 
 def _is_identity(call: OpCall) -> bool:

@@ -211,7 +211,7 @@ def records_views(func: Any) -> bool:
     >>> records_views(torch.ops.aten.view.default), records_views(torch.ops.aten.movedim.int)
     (True, False)
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")  # type: ignore[no-any-return]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
 
 
 def tracking_views() -> AbstractContextManager[Any]:
