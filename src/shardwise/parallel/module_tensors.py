@@ -29,9 +29,8 @@ class Slot:
 
 def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers that a module holds itself, not in a submodule."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import axes_of
+from shardwise.comm import axes_of, first_rank
 from shardwise.layout import Layout, Placement, Replicate, Shard
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
@@ -142,7 +142,7 @@ class RowwiseParallel(_SplitStyle):
         shape = None
         size = getattr(module, "in_features", None)
         if declared == features and isinstance(size, int):
-            shape = [*x.shape]
+            shape = [*first_rank(x).shape]
             shape[features.dim] = size  # blocks may be uneven, and the module knows the full size
         return (distributed(x, mesh, declared, features, shape), *args[1:])
 
