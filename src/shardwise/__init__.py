@@ -17,6 +17,7 @@ from shardwise.dispatch import dispatch as _dispatch
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.ops import install_patches as _install_patches
 from shardwise.ops import one_device
+from shardwise.parallel.distribute_module import distribute_module
 from shardwise.plan import CostModel, GroupedPlan, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by
@@ -58,6 +59,7 @@ __all__ = [
     "arange",
     "compute_local_shape_and_global_offset",
     "costs",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "eye",
