@@ -10,7 +10,7 @@ import torch
 import transformers
 from tests.clients.tiny_configs import build, shrink
 from tests.clients.training import Batch, micro_batches
-from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["FAMILIES", "Family"]
 
@@ -22,18 +22,24 @@ class Family:
     """A family of models.
 
     Args:
-        model: builds a model with random weights.
+        config: makes the configuration.
+        kind: the class of the model, if it is not the usual one of the configuration.
         batches: makes the micro-batches of a step.
         plan: for a model that carries none.
         generates: whether the model is a language model with a cache.
     """
 
-    model: Callable[[], nn.Module]
+    config: Callable[[], PreTrainedConfig]
     batches: Callable[[], list[Batch]]
+    kind: type[PreTrainedModel] | None = None
     plan: Mapping[str, str] | None = None
     generates: bool = True
 
-    def plan_of(self, model: nn.Module) -> Mapping[str, str]:
+    def model(self, **how: Any) -> PreTrainedModel:
+        """A model with random weights; `how` is passed to `build`."""
+        return build(self.config(), self.kind, **how).eval()
+
+    def plan_of(self, model: PreTrainedModel) -> Mapping[str, str]:
         """The plan of the model, or ours."""
         return self.plan if self.plan is not None else model.tp_plan  # type: ignore[return-value]
 
@@ -43,16 +49,15 @@ def _tokens() -> list[Batch]:
 
 
 def _decoder(config: str, **changes: Any) -> Family:
-    return Family(lambda: build(shrink(getattr(transformers, config), **changes)).eval(), _tokens)
+    return Family(lambda: shrink(getattr(transformers, config), **changes), _tokens)
 
 
-def _other(config: str, model: str, batches: Callable[[], list[Batch]], generates: bool, **kwargs: Any) -> Family:
+def _other(
+    config: str, model: str, batches: Callable[[], list[Batch]], generates: bool, **kwargs: Any
+) -> Family:
     plan = kwargs.pop("plan")
-
-    def make() -> nn.Module:
-        return build(getattr(transformers, config)(**kwargs), getattr(transformers, model)).eval()
-
-    return Family(make, batches, plan, generates)
+    kind = getattr(transformers, model)
+    return Family(lambda: getattr(transformers, config)(**kwargs), batches, kind, plan, generates)
 
 
 def _values(*shape: int, seed: int) -> torch.Tensor:
@@ -114,7 +119,11 @@ _WHISPER_PLAN = {
     f"model.{side}.layers.*.{name}": style
     for side, attentions in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"]))
     for name, style in [
-        *((f"{a}.{p}_proj", "rowwise" if p == "out" else "colwise") for a in attentions for p in ("q", "k", "v", "out")),
+        *(
+            (f"{a}.{p}_proj", "rowwise" if p == "out" else "colwise")
+            for a in attentions
+            for p in ("q", "k", "v", "out")
+        ),
         ("fc1", "colwise"),
         ("fc2", "rowwise"),
     ]

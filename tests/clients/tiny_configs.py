@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -123,7 +124,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "Gemma4TextConfig": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
     "Glm4vTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
     "Glm4vMoeTextConfig": {"rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=1.0)},
-    "Glm5NextTextConfig": {"linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2, "index_topk": 2, "index_kpool": 2},
+    "Glm5NextTextConfig": {
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "hc_mult": 2,
+        "index_topk": 2,
+        "index_kpool": 2,
+    },
     "GlmImageTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
     "GlmOcrTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"], "mamba_d_head": 16},
@@ -145,7 +152,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "d_rel": 4,
         "rel_extent": 8,
     },
-    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
+    "JambaConfig": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+    },
     "KimiLinearConfig": {"linear_head_dim": 8, "linear_num_heads": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "LongcatFlashConfig": {"num_layers": 1, "zero_expert_num": 2},
@@ -246,20 +258,41 @@ def shrink(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
 def _takes_number(default: Any, name: str) -> bool:
     if default is None:
         return name in _ALSO_IF_NONE
-    return isinstance(default, int | float) and not isinstance(default, bool) and default != 0 or name == "pad_token_id"
+    return (
+        isinstance(default, int | float)
+        and not isinstance(default, bool)
+        and default != 0
+        or name == "pad_token_id"
+    )
 
 
-def build(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
-    """A float64 model of a configuration; all parameters are random, those that start as zeros or ones, too."""
-    torch.manual_seed(seed)
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"  # the default one multiplies no float64 matrices
-    kind = kind or model_class(type(config))
+def build(
+    config: PreTrainedConfig,
+    kind: type[PreTrainedModel] | None = None,
+    *,
+    seed: int = 0,
+    attention: str | None = None,
+    experts: str | None = "eager",
+    dtype: torch.dtype = torch.float64,
+) -> PreTrainedModel:
+    """A model of a configuration; all parameters are random, those that start as zeros or ones, too.
+
+    Args:
+        config: the configuration, of which the model gets a copy.
+        kind: the class of the model, if it is not the usual one.
+        seed: of the parameters.
+        attention: the implementation of attention; transformers' default (`sdpa`) if None.
+        experts: the implementation of experts; the default (`grouped_mm`) if None, which has no float64.
+        dtype: of the parameters.
+    """
+    config, kind = copy.deepcopy(config), kind or model_class(type(config))
+    config._attn_implementation, config._experts_implementation = attention, experts
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config).parameters())
     if size > _MAX_SIZE:
         raise ValueError(f"{type(config).__name__} is not shrunk: {size} parameters")
-    model = kind(config).double()
+    torch.manual_seed(seed)
+    model = kind(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

@@ -104,7 +104,9 @@ def _full(t: Tensor) -> Tensor:
     return t.detach().clone()
 
 
-def micro_batches(vocabulary: int, number: int = 2, batch: int = 2, length: int = 6) -> list[dict[str, Tensor]]:
+def micro_batches(
+    vocabulary: int, number: int = 2, batch: int = 2, length: int = 6
+) -> list[dict[str, Tensor]]:
     """Random token ids with themselves as labels; some labels are ignored."""
     out = []
     for i in range(number):
