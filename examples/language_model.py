@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
 
-def documentation(limit: int = 2_000_000) -> Tensor:
+def documentation(limit: int = 1_000_000) -> Tensor:
     """The documentation strings of Python's standard library, as bytes."""
     found, size = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import shardwise as sw
 from examples.language_model import LanguageModel, batch_of, documentation, generate
 from examples.training_report import LossBar, console, plot, size
 from shardwise.comm import counting
-from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel import parallelize_module
 
 PLAN = {
     "embed": "embedding_rowwise",
@@ -51,7 +52,7 @@ class Run:
     sample: str = ""
 
 
-def train(steps: int, shape: tuple[int, ...], title: str) -> Run:
+def train(steps: int, shape: tuple[int, ...], title: str, characters: int = 120) -> Run:
     """Train on a mesh of this shape, or on one device if the shape is empty."""
     mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) if shape else None
     with nullcontext() if mesh else sw.one_device():
@@ -65,7 +66,7 @@ def train(steps: int, shape: tuple[int, ...], title: str) -> Run:
         for entry in ledger.entries:
             run.sent[entry.step] += int(entry.bytes)
         model.eval()
-        run.sample = generate(model, PROMPT, 200)
+        run.sample = generate(model, PROMPT, characters)
     return run
 
 
@@ -114,9 +115,10 @@ def main() -> None:
     if is_first:
         count = sum(p.numel() for p in LanguageModel(length=LENGTH).parameters())
         out.print(
-            f"A language model with {count / 1e6:.1f} M parameters learns Python's documentation on 4 processes,\n"
-            "a mesh of dp=2 and tp=2: the batch is split over dp; heads, MLP and vocabulary\n"
-            "over tp, and the sequence over tp between them. Then one process does the same.\n"
+            f"A language model with {count / 1e6:.1f} M parameters learns Python's documentation on 4\n"
+            "processes, a mesh of dp=2 and tp=2. The batch is split over dp; heads, MLP and\n"
+            "vocabulary are split over tp, and between them the sequence. Then one process\n"
+            "does the same.\n"
         )
     ranks = sw.launch(train, 4, steps, (2, 2), "4 processes")
     if is_first:
@@ -134,18 +136,18 @@ def report(ranks: list[Run], one: Run) -> None:
     rows = {
         "greatest difference of a loss": f"{difference:.1e}",
         "weights, gradients, Adam": f"{size(many.memory)} on each rank, {size(one.memory)} on one device",
-        "sent by all ranks": f"{size(sum(kinds.values()))}: "
-        + ", ".join(f"{kind} {size(n)}" for kind, n in kinds.most_common()),
+        "sent by all ranks": size(sum(kinds.values())),
+        **{f"  {kind}": size(n) for kind, n in kinds.most_common()},
         "time": f"{many.seconds:.0f} s on 4 processes, {one.seconds:.0f} s on one",
         "same sample of text": "yes" if many.sample == one.sample else "no",
     }
     for name, value in rows.items():
         out.print(f"{name:30} {value}", markup=False)
-    out.print(f"\n{many.sample}\n", markup=False)
+    shown = "".join(c if c.isprintable() else " " for c in many.sample)
     out.print(
-        "Next: edit PLAN in examples/train.py, or `python -m examples.same_numbers` for other meshes.",
-        markup=False,
+        "\n" + textwrap.fill(shown, 78, initial_indent="  ", subsequent_indent="  ") + "\n", markup=False
     )
+    out.print("Next: edit PLAN in examples/train.py, or run `python -m examples.same_numbers`.", markup=False)
     if difference > 1e-2:
         raise SystemExit("The runs differ.")
 
