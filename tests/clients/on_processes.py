@@ -6,6 +6,7 @@ import logging
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from tests.clients.families import FAMILIES
 from tests.clients.float64 import Float64
 from tests.clients.training import difference, distribute_batch, train
@@ -13,7 +14,7 @@ from tests.clients.training import difference, distribute_batch, train
 import shardwise as sw
 from shardwise.parallel import parallelize_module
 
-__all__ = ["greatest_differences"]
+__all__ = ["greatest_differences", "unequal_adapters"]
 
 
 def greatest_differences(names: list[str], steps: int) -> dict[str, float]:
@@ -47,3 +48,17 @@ def _generate_alike(model: torch.nn.Module, tokens: torch.Tensor) -> None:
     dist.all_gather(every, out.contiguous())
     if any(not torch.equal(out, other) for other in every):
         raise AssertionError("ranks generated different tokens")
+
+
+def unequal_adapters() -> str:
+    """The error for adapters that were initialised differently on the ranks."""
+    family = FAMILIES["Llama"]
+    mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = parallelize_module(family.model(), mesh, family.plan_of(family.model()))
+    torch.manual_seed(dist.get_rank())
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    try:
+        adapted(input_ids=family.batches()[0]["input_ids"])
+    except sw.PlainTensorError as error:
+        return str(error)
+    return "no error"
