@@ -21,7 +21,9 @@ def test_drawn_programs_give_the_same_numbers_in_a_simulation_as_on_processes(wo
         simulated = run_programs(seeds)
     compared = 0
     for seed, one, *real in zip(seeds, simulated, *on_processes, strict=True):
-        if isinstance(one, str) or isinstance(real[0], str):  # as an optimizer step between two backward passes
+        if isinstance(one, str) or isinstance(
+            real[0], str
+        ):  # as an optimizer step between two backward passes
             assert [str(r).split(":")[:2] for r in real] == [str(one).split(":")[:2]] * 4, f"program {seed}"
             continue
         compared += 1

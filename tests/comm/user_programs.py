@@ -183,7 +183,9 @@ def functional_broadcast(x, env):
 
 def all_reduce_in_place(x, env):
     y = (x * env.values()).detach()
-    work = dist.all_reduce(y, op=env.rng.choice([dist.ReduceOp.SUM, dist.ReduceOp.MAX]), group=env.group, async_op=True)
+    work = dist.all_reduce(
+        y, op=env.rng.choice([dist.ReduceOp.SUM, dist.ReduceOp.MAX]), group=env.group, async_op=True
+    )
     work.wait()
     return x * y.tanh()
 
@@ -283,7 +285,9 @@ def checkpointed(x, env):
 def as_dtensor(x, env):
     placements = [env.rng.choice([Shard(0), Shard(1)]) for _ in range(env.mesh.ndim)]
     d = DTensor.from_local(x, env.mesh, placements)
-    d = torch.tanh(d * 2).redistribute(placements=[env.rng.choice([Replicate(), Shard(0), Shard(1)])] * env.mesh.ndim)
+    d = torch.tanh(d * 2).redistribute(
+        placements=[env.rng.choice([Replicate(), Shard(0), Shard(1)])] * env.mesh.ndim
+    )
     return d.redistribute(placements=placements).to_local() + x
 
 
@@ -376,7 +380,13 @@ def run_program(seed: int, meshes: list[Any]) -> list[Any]:
         (out * weights).sum().backward(retain_graph=i + 1 < passes)
     if env.parameters:
         torch.optim.SGD(env.parameters, lr=0.1, momentum=0.9).step()
-    found = [out, x.grad, *env.parameters, *(p.grad for p in env.parameters), *(read() for read in env.watched)]
+    found = [
+        out,
+        x.grad,
+        *env.parameters,
+        *(p.grad for p in env.parameters),
+        *(read() for read in env.watched),
+    ]
     return [None if t is None else t.detach() for t in found]
 
 
@@ -392,6 +402,6 @@ def run_programs(seeds: list[int]) -> list[Any]:
         for seed in seeds:
             try:
                 found.append(run_program(seed, meshes))
-            except Exception as error:  # noqa: BLE001 - compared with the error on processes
+            except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
     return found

@@ -55,7 +55,9 @@ class _Hooks:
         for hook in tuple(self.hooks.values()):
             new: Any = hook(PerRank(grads))
             if new is not None:
-                grads = new._blocks if isinstance(new, PerRank) else PerRank(dict.fromkeys(grads, new))._blocks
+                grads = (
+                    new._blocks if isinstance(new, PerRank) else PerRank(dict.fromkeys(grads, new))._blocks
+                )
         return grads
 
     def check(self, rank: int, grad: Tensor) -> Tensor | None:

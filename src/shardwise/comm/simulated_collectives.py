@@ -18,6 +18,7 @@ from shardwise.comm.codec import reduce_all
 from shardwise.comm.joint_node import replace_function
 from shardwise.comm.mesh import groups_along
 from shardwise.comm.per_rank import PerRank, handle_collectives, map_ranks, spread
+from shardwise.torch_internals.collectives import BROADCAST_FUNCTION
 from shardwise.torch_internals.mesh import axis_group_names, watch_new_meshes
 from shardwise.torch_internals.process_groups import reduce_op_name, resolve_group
 
@@ -74,7 +75,7 @@ def known_meshes() -> Iterator[None]:
 def _groups(group: Any, blocks: PerRank) -> list[tuple[int, ...]]:
     """The ranks of a group of rank 0 and, if it belongs to an axis of a mesh, of all groups along that axis."""
     if group is None:
-        return [tuple(blocks._blocks)]
+        return [tuple(range(dist.get_world_size()))]
     if isinstance(group, str):
         group = resolve_group(group)
     for mesh in _meshes:
@@ -318,6 +319,6 @@ _RUN: dict[str, Callable[..., Any]] = {
 }
 handle_collectives(run_collective)
 replace_function(
-    "torch.distributed.nn.functional._Broadcast",
+    BROADCAST_FUNCTION,
     lambda source, group, x: _broadcast(x, _index_in_group(source, group, None), group),
 )

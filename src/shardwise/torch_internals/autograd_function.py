@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import _is_setup_context_defined
 
-__all__ = ["bind_arguments", "has_setup_context", "intercept_functions", "queue_callback"]
+__all__ = ["applied_directly", "bind_arguments", "has_setup_context", "intercept_functions", "queue_callback"]
 
 _Function = torch.autograd.Function
+_apply: Any = _Function.__dict__["apply"]  # before anything replaces it; a C function from torch 2.15 on
+_C = TypeVar("_C", bound=type[torch.autograd.Function])
 _Intercept = Callable[[type[torch.autograd.Function], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -30,15 +32,30 @@ def intercept_functions(kind: type, run: _Intercept) -> None:
     >>> Double.apply(torch.ones(1).as_subclass(Example)), Double.apply(torch.ones(1))
     ('Double', tensor([2.]))
     """
-    original: Any = _Function.__dict__["apply"].__func__
+    previous: Any = _Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if kind in map(type, args) or (kwargs and kind in map(type, kwargs.values())):
             return run(cls, args, kwargs)
-        return original(cls, *args, **kwargs)
+        return previous.__get__(None, cls)(*args, **kwargs)
 
-    apply.__doc__, apply.__qualname__ = original.__doc__, original.__qualname__
+    apply.__doc__ = _apply.__doc__
     _Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def applied_directly(cls: _C) -> _C:
+    """Have a function never be intercepted; a decorator for those that run for each op.
+
+    >>> @applied_directly
+    ... class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return x * 2
+    >>> Double.apply(torch.ones(1))
+    tensor([2.])
+    """
+    cls.apply = _apply  # type: ignore[method-assign]
+    return cls
 
 
 def has_setup_context(cls: type[torch.autograd.Function]) -> bool:
