@@ -1,5 +1,6 @@
 """Parallelism of modules: styles, plans and losses."""
 
+from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.parallelize import parallelize_module
 from shardwise.parallel.plan import PlanError
@@ -22,6 +23,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "linear_cross_entropy",
     "loss_parallel",
     "parallelize_module",
 ]

@@ -10,12 +10,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from shardwise.comm import PerRank, is_simulated
-from shardwise.layout import Replicate
 from shardwise.parallel.boundary import Boundary, sharing_inputs
+from shardwise.parallel.gradients import watch_gradients
+from shardwise.parallel.plain import differentiable_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
@@ -87,13 +87,14 @@ def _from_outside(
         given = list(tensors_in((args, kwargs)))
         mesh = None if boundary is None else boundary.mesh
         if mesh is not None:
-            _watch_plain_parameters(module)
-            args, kwargs = map_tensors(lambda t: _differentiable_input(t, mesh), (args, kwargs))
+            if torch.is_grad_enabled():
+                watch_gradients(module)
+            args, kwargs = map_tensors(lambda t: differentiable_input(t, mesh), (args, kwargs))
         result = method(module, *args, **kwargs)
         if not plain or any(isinstance(t, DTensor) for t in given):
             return result
         per_rank = any(isinstance(t, PerRank) for t in given)
-        return map_tensors(lambda t: _to_plain(t, per_rank), result)
+        return map_tensors(lambda t: to_plain(t, per_rank=per_rank), result)
 
 
 @contextmanager
@@ -106,65 +107,3 @@ def _scope() -> Iterator[None]:
             yield
     finally:
         _inside.reset(token)
-
-
-def _differentiable_input(t: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A plain input whose gradient is wanted, replicated, so that its gradient is plain as well."""
-    if isinstance(t, DTensor) or not (t.requires_grad and torch.is_grad_enabled()):
-        return t
-    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
-
-
-class _ToPlain(torch.autograd.Function):
-    """In a simulation: a replicated DTensor as one plain tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> Tensor:
-        ctx.mesh = x.device_mesh
-        blocks: tuple[Tensor, ...] = x._local_tensor.ranks  # type: ignore[attr-defined]
-        first, *others = blocks
-        if any(not _same_values(first, other) for other in others):
-            raise RuntimeError(
-                f"A replicated output of shape {tuple(x.shape)} differs between the simulated ranks.\n"
-                "  why: The module computed it from plain tensors or blocks that differ between ranks.\n"
-                "  fix: Pass what differs between ranks as a DTensor."
-            )
-        return first.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return DTensor.from_local(grads[0], ctx.mesh, [Replicate()] * ctx.mesh.ndim)
-
-
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    if not a.dtype.is_floating_point:
-        return torch.equal(a, b)
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def _to_plain(t: Tensor, per_rank: bool) -> Tensor:
-    """An output as code outside of the module takes it: the full tensor on each rank."""
-    if not isinstance(t, DTensor):
-        return t
-    if per_rank or not is_simulated():
-        return t.full_tensor()
-    full = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-    return _ToPlain.apply(full)  # type: ignore[no-untyped-call, no-any-return]
-
-
-_WATCHED = "_shardwise_gradient_is_plain"
-
-
-def _watch_plain_parameters(module: nn.Module) -> None:
-    """Give plain parameters, which were added after the module was parallelized, plain gradients.
-
-    They count as replicated, so autograd hands them DTensors.
-    """
-    for p in module.parameters():
-        if not isinstance(p, DTensor) and p.requires_grad and not hasattr(p, _WATCHED):
-            setattr(p, _WATCHED, True)
-            p.register_hook(_plain_gradient)
-
-
-def _plain_gradient(grad: Tensor) -> Tensor:
-    return _to_plain(grad, per_rank=False)

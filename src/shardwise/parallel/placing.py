@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api.distribute import distribute_tensor
 from shardwise.comm import axes_of
 from shardwise.layout import Layout, LayoutError
+from shardwise.parallel.gradients import watch_gradient
 from shardwise.parallel.module_tensors import Slot, group_ties, replace, slots_of
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["place", "place_tensors", "reduce_gradient", "restore_ties"]
+__all__ = ["place", "place_tensors", "restore_ties"]
 
 
 def place_tensors(
@@ -37,26 +37,7 @@ def place(group: list[Slot], mesh: DeviceMesh, layout: Layout | None, src_data_r
     replace(group, new)
     settled = getattr(group[0].owner, group[0].name)
     if settled.requires_grad:
-        settled.register_hook(reduce_gradient(layout))
-
-
-class reduce_gradient:  # noqa: N801  (used as a function; a class, so that copies of a module can share it)
-    """A hook that takes the gradient of a parameter to the parameter's layout, before it is accumulated.
-
-    Without it gradients stay pending where ranks hold terms of a sum, which optimizers accept as well; with it each is
-    reduced once, whatever reads it. The sum over micro-batches is right in either case, because the layout of the gradient
-    says what has been reduced.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        if not isinstance(grad, DTensor) or grad.sharding is self.layout:
-            return grad
-        if grad.is_sparse or grad.shape != torch.Size(self.layout.shape):
-            return grad
-        return grad.redistribute(placements=self.layout.placements)
+        watch_gradient(settled)
 
 
 def restore_ties(ties: list[list[Slot]]) -> None:
