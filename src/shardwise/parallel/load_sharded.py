@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +13,12 @@ from torch import Tensor, nn
 from shardwise.comm import on_mesh
 from shardwise.layout import LayoutError, owned
 from shardwise.parallel.module_tensors import Slot, group_ties, slots_of
+from shardwise.parallel.safetensors_file import open_safetensors
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["load_sharded"]
 
 Source = Mapping[str, Tensor] | str | Path | Iterable[str | Path]
-
-
-class _Slices(Protocol):
-    """A stored tensor of which parts can be read."""
-
-    def get_shape(self) -> list[int]: ...
-    def __getitem__(self, index: Any) -> Tensor: ...
-
-
-class _InMemory:
-    def __init__(self, full: Tensor) -> None:
-        self._full = full.detach()
-
-    def get_shape(self) -> list[int]:
-        return list(self._full.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._full[index]
 
 
 def load_sharded(model: nn.Module, source: Source, *, strict: bool = True) -> nn.Module:
@@ -65,26 +46,17 @@ def load_sharded(model: nn.Module, source: Source, *, strict: bool = True) -> nn
     ...     torch.equal(layer.weight.full_tensor().ranks[1], weights["weight"])
     True
     """
-    with ExitStack() as files:
-        stored = _open(source, files)
-        groups = group_ties(slots_of(model))
-        found = _match(model, groups, stored, strict)
-        for group, value in found:
-            _load(group, value)
+    stored = _open(source)
+    for group, value in _match(model, group_ties(slots_of(model)), stored, strict):
+        _load(group, value.detach())
     return model
 
 
-def _open(source: Source, files: ExitStack) -> dict[str, _Slices]:
-    """The stored tensors by name."""
+def _open(source: Source) -> Mapping[str, Tensor]:
+    """The stored tensors by name; those in files are read when they are used."""
     if isinstance(source, Mapping):
-        return {name: _InMemory(t) for name, t in source.items()}
-    from safetensors import safe_open  # an optional dependency
-
-    out: dict[str, _Slices] = {}
-    for path in _paths(source):
-        opened = files.enter_context(safe_open(path, framework="pt"))
-        out |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
-    return out
+        return source
+    return {name: t for path in _paths(source) for name, t in open_safetensors(path).items()}
 
 
 def _paths(source: str | Path | Iterable[str | Path]) -> Iterator[Path]:
@@ -100,8 +72,8 @@ def _paths(source: str | Path | Iterable[str | Path]) -> Iterator[Path]:
 
 
 def _match(
-    model: nn.Module, groups: list[list[Slot]], stored: Mapping[str, _Slices], strict: bool
-) -> list[tuple[list[Slot], _Slices]]:
+    model: nn.Module, groups: list[list[Slot]], stored: Mapping[str, Tensor], strict: bool
+) -> list[tuple[list[Slot], Tensor]]:
     """The tensors of the module with what is stored for them; tied ones under any of their names."""
     persistent = model.state_dict(keep_vars=True).keys()
     found, problems, used = [], [], set()
@@ -113,7 +85,7 @@ def _match(
             if strict and any(n in persistent for n in names):
                 problems.append(f"{names[0]} is missing")
             continue
-        shape, wanted = tuple(stored[name].get_shape()), tuple(group[0].tensor.shape)
+        shape, wanted = tuple(stored[name].shape), tuple(group[0].tensor.shape)
         if shape != wanted:
             problems.append(f"{name} has shape {shape}, not {wanted}")
         found.append((group, stored[name]))
@@ -129,7 +101,7 @@ def _match(
     return found
 
 
-def _load(group: list[Slot], value: _Slices) -> None:
+def _load(group: list[Slot], value: Tensor) -> None:
     """Read the blocks of one tensor, and give it memory if it has none."""
     first = group[0]
     if first.tensor.is_meta:
@@ -140,7 +112,7 @@ def _load(group: list[Slot], value: _Slices) -> None:
     target = getattr(first.owner, first.name)
     with torch.no_grad():
         if not isinstance(target, DTensor):
-            target.copy_(value[...])
+            target.copy_(value)
             return
         layout = target.sharding
 
@@ -150,11 +122,11 @@ def _load(group: list[Slot], value: _Slices) -> None:
         on_mesh(target.device_mesh, fill, target.to_local())
 
 
-def _read(value: _Slices, indices: Sequence[Sequence[int]]) -> Tensor:
+def _read(value: Tensor, indices: Sequence[Sequence[int]]) -> Tensor:
     """The elements at the given indices of each dim, read in as few boxes as there are runs of consecutive indices."""
     runs = [_runs(i) for i in indices]
     if not runs:
-        return value[...]
+        return value
     boxes = [value[box] for box in itertools.product(*runs)]
     return _join(boxes, [len(r) for r in runs])
 
