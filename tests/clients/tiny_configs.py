@@ -259,11 +259,8 @@ def _takes_number(default: Any, name: str) -> bool:
     if default is None:
         return name in _ALSO_IF_NONE
     return (
-        (isinstance(default, int | float)
-        and not isinstance(default, bool)
-        and default != 0)
-        or name == "pad_token_id"
-    )
+        isinstance(default, int | float) and not isinstance(default, bool) and default != 0
+    ) or name == "pad_token_id"
 
 
 def build(
