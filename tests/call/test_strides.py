@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.dense import parse_placements, randn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 import shardwise as sw
 from shardwise.call.meta import infer_outputs
