@@ -17,6 +17,10 @@ from shardwise.dispatch import dispatch as _dispatch
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.ops import install_patches as _install_patches
 from shardwise.ops import one_device
+from shardwise.parallel.describe import describe
+from shardwise.parallel.distribute_module import distribute_module
+from shardwise.parallel.load_sharded import load_sharded
+from shardwise.parallel.materialize import materialize
 from shardwise.plan import CostModel, GroupedPlan, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by
@@ -58,6 +62,8 @@ __all__ = [
     "arange",
     "compute_local_shape_and_global_offset",
     "costs",
+    "describe",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "eye",
@@ -67,8 +73,10 @@ __all__ = [
     "init_device_mesh",
     "launch",
     "linspace",
+    "load_sharded",
     "logspace",
     "manual_seed",
+    "materialize",
     "one_device",
     "ones",
     "per_rank",

@@ -1,4 +1,4 @@
-"""Parallelism of modules: the data-parallel engine and losses so far."""
+"""Parallelism of modules: the data-parallel engine, styles, plans and losses."""
 
 from shardwise.parallel.data import (
     CPUOffloadPolicy,
@@ -15,19 +15,41 @@ from shardwise.parallel.data import (
     share_comm_ctx,
     zero,
 )
+from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
 from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel.plan import PlanError
+from shardwise.parallel.style import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
+    "ColwiseParallel",
     "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParallelStyle",
+    "PlanError",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
     "UnshardHandle",
     "explain",
     "fully_shard",
+    "linear_cross_entropy",
     "loss_parallel",
+    "parallelize_module",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, detached, is_sparse, members_of
 from shardwise.comm.run import run
-from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride
+from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride, without_pending
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
@@ -64,7 +64,7 @@ class ToLocal(torch.autograd.Function):
         shape, stride = spec.shape, stride_of(given)
         if stride is not None:
             stride = global_stride(shape, stride) if given.dim() == len(shape) else contiguous_stride(shape)
-        grad_spec = Spec(spec.mesh, layout, given.dtype, shape, stride)
+        grad_spec = Spec(spec.mesh, layout, given.dtype, shape, stride, without_pending(spec.units))
         return FromLocal.apply(grad_spec, None, ctx.ranks, *grads), None  # type: ignore[no-untyped-call]
 
 
@@ -112,7 +112,7 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_layout if ctx.grads_layout is not None else grad_layout(layout)
-        moved = Redistribute.apply(densify(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
+        moved = Redistribute.apply(densify(grad, target), target, (), False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank has its own share of a maximum or minimum, so gradients in a second backward pass add up
         shared = ctx.grads_layout is None and any(op in ("max", "min") for _, op in layout.partial)
         back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if shared else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -296,7 +296,7 @@ def watch_recomputation(modules: Sequence[nn.Module], group: Group) -> None:
 
 def make_data_parallel(module: nn.Module, state: State, prefix: str) -> None:
     """Change the class of a module to one whose calls gather its parameters."""
-    module.__class__ = _data_parallel_class(type(module), prefix)
+    module.__class__ = _data_parallel_class(cast("Any", type(module)), prefix)
     vars(module)[_STATE] = state
 
 
