@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.module import State, state_of
+from shardwise.parallel.data.reduction import pending_gradient
 from shardwise.plan import GroupedPlan
 
 __all__ = ["Explanation", "GroupTraffic", "explain"]
@@ -24,7 +25,7 @@ class GroupTraffic:
         layouts: stored, computed and gradient layouts, each with the number of parameters that have them.
         gather: the plan of a gather.
         gathers: how often it runs in a step.
-        reduce: the plan of the reduction of gradients.
+        reduce: the plans that reduce gradients, one for each bucket.
         ranks: the number of ranks of the mesh.
     """
 
@@ -33,18 +34,18 @@ class GroupTraffic:
     layouts: tuple[tuple[str, int], ...]
     gather: GroupedPlan
     gathers: int
-    reduce: GroupedPlan
+    reduce: tuple[GroupedPlan, ...]
     ranks: int
 
     @property
     def bytes(self) -> int:
         """The bytes that all ranks of the mesh send in a step."""
-        return self.gathers * self.gather.bytes + self.reduce.bytes
+        return self.gathers * self.gather.bytes + sum(plan.bytes for plan in self.reduce)
 
     @property
     def collectives(self) -> int:
         """The number of collectives in a step."""
-        return self.gathers * self.gather.collectives + self.reduce.collectives
+        return self.gathers * self.gather.collectives + sum(plan.collectives for plan in self.reduce)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Explanation:
             per_rank = g.bytes / g.ranks
             lines.append(f"{g.name}: {g.parameters} parameters, {per_rank:,.0f} B per rank and step")
             lines.append(f"  {g.gathers} × gather   {g.gather.bytes / g.ranks:,.0f} B")
-            lines.append(f"  1 × reduce   {g.reduce.bytes / g.ranks:,.0f} B")
+            reduced = sum(plan.bytes for plan in g.reduce) / g.ranks
+            lines.append(f"  {len(g.reduce)} × reduce   {reduced:,.0f} B")
             lines += [
                 f"  {text}" + (f"   ({count} parameters)" if count > 1 else "") for text, count in g.layouts
             ]
@@ -131,7 +133,7 @@ def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
         tuple(texts.items()),
         group.gather_plan(),
         1 + again,
-        group.reduction_plan(),
+        tuple(group.reduction_plans()),
         group.mesh.size(),
     )
 
@@ -140,6 +142,4 @@ def _gradient(group: Group, i: int) -> str:
     slot = group.slots[i]
     if not slot.param.requires_grad:
         return "none"
-    trained = [s for s in group.slots if s.param.requires_grad]
-    item = group.reduction_plan().items[trained.index(slot)]
-    return f"{item.source} -> {item.target}"
+    return f"{pending_gradient(slot, slot.computed, 'avg')} -> {slot.stored}"

@@ -237,11 +237,17 @@ class Group:
 
     # ---- gradients
 
-    def reduction_plan(self) -> GroupedPlan:
-        """The plan that reduces the gradients of all parameters that have one."""
-        slots = [slot for slot in self.slots if slot.param.requires_grad]
-        dtypes = [self.policy.reduce_dtype or compute_dtype(slot, self.policy.param_dtype) for slot in slots]
-        return reduction_plan(slots, dtypes)
+    def reduction_plans(self) -> list[GroupedPlan]:
+        """The plans that reduce the gradients of all parameters that have one, in each bucket."""
+        out = []
+        for bucket in self.buckets:
+            slots = [self.slots[i] for i in bucket if self.slots[i].param.requires_grad]
+            dtypes = [
+                self.policy.reduce_dtype or compute_dtype(slot, self.policy.param_dtype) for slot in slots
+            ]
+            if slots:
+                out.append(reduction_plan(slots, dtypes))
+        return out
 
     def reduce(self, grads: dict[int, Tensor | None]) -> list[DTensor | None]:
         """Reduce the gradients of some slots, or accumulate them; returns those of the stored parameters."""

@@ -18,18 +18,18 @@ from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
 
-__all__ = ["Reduction", "reduction_plan"]
+__all__ = ["Reduction", "pending_gradient", "reduction_plan"]
 
 
 def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
     """The plan that reduces gradients which are computed from each rank's own data."""
     return plan_redistribute_many(
-        Item(_pending(slot, slot.computed, "avg"), slot.stored, dtype)
+        Item(pending_gradient(slot, slot.computed, "avg"), slot.stored, dtype)
         for slot, dtype in zip(slots, dtypes, strict=True)
     )
 
 
-def _pending(slot: Slot, layout: Layout, op: str) -> Layout:
+def pending_gradient(slot: Slot, layout: Layout, op: str) -> Layout:
     """The layout, on the group's mesh, of a gradient that differs along the data axes."""
     over = lifted(slot.layout.pending_gradient(slot.layout.computed, op), slot.layout.mesh, slot.mesh)
     return layout.with_partial(dict(layout.partial) | dict(over.partial))
@@ -92,7 +92,7 @@ class Reduction:
         if isinstance(grad, DTensor):
             layout, block = lifted(grad.sharding, grad.device_mesh, slot.mesh), grad._local_tensor
         if not isinstance(grad, DTensor) or grad.device_mesh != slot.layout.mesh:
-            layout = _pending(slot, layout, op)  # each rank computed it from its own data
+            layout = pending_gradient(slot, layout, op)  # each rank computed it from its own data
         dtype = self.reduce_dtype or block.dtype
         return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
 

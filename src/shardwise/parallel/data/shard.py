@@ -20,6 +20,7 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.tensor.construct import empty_like_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.modules import own_parameters, set_parameter
 
 __all__ = ["check_modules", "data_axes", "default_mesh", "make_slots", "modules_to_call", "shard_dim"]
 
@@ -130,7 +131,7 @@ def _places(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str,
         if id(module) in seen or state_of(module) is not None:
             return
         seen.add(id(module))
-        for name, param in module._parameters.items():
+        for name, param in own_parameters(module).items():
             if param is not None:
                 yield prefix + name, module, name, param
         for name, child in module.named_children():
@@ -167,8 +168,7 @@ def make_slots(
             if stored is not param:
                 vars(param)[_STORED] = stored
         for module, name in places:
-            module._parameters.pop(name)  # so that replacing it is no assignment to the old parameter
-            module.register_parameter(name, stored)
+            set_parameter(module, name, stored)
         slots.append(Slot(fqn, places, layout))
     return slots
 

@@ -14,6 +14,7 @@ from shardwise.comm import PerRank, axes_of, members_of
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import ParameterLayout, lifted
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.modules import own_parameters, set_parameter
 from shardwise.torch_internals.subclass import mark_parameter, version
 
 __all__ = ["Slot"]
@@ -61,7 +62,7 @@ class Slot:
         if self._stored is not None:
             return self._stored
         module, name = self.places[0]
-        found: Any = module._parameters[name]
+        found: Any = own_parameters(module)[name]
         if not isinstance(found, DTensor) or found.sharding is not self.layout.stored:
             what = f"a {found.sharding}" if isinstance(found, DTensor) else f"a {type(found).__name__}"
             raise RuntimeError(
@@ -89,14 +90,14 @@ class Slot:
         if all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in self.places):
             mark_parameter(tensor)
         for module, name in self.places:
-            _set_parameter(module, name, tensor)
+            set_parameter(module, name, tensor)
 
     def restore(self) -> None:
         """Let the modules have the stored parameter again."""
         if self._stored is not None:
             stored, self._stored = self._stored, None
             for module, name in self.places:
-                _set_parameter(module, name, stored)
+                set_parameter(module, name, stored)
 
     def target(self, on_whole_mesh: bool) -> tuple[DeviceMesh, Layout] | None:
         """The mesh and layout of the tensor in computations; None for a plain tensor."""
@@ -128,17 +129,3 @@ class Slot:
         if given is None:
             return None
         return self.joined([torch.zeros_like(given) if g is None else g for g in grads])
-
-
-def _set_parameter(module: nn.Module, name: str, tensor: Any) -> None:
-    params = module._parameters
-    if type(module).__setattr__ is not nn.Module.__setattr__:
-        # modules that keep other references to their parameters, such as nn.LSTM, update them in __setattr__; nn.Module
-        # would refuse to register a tensor that is not a leaf
-        before = dict(params)
-        del params[name]
-        setattr(module, name, tensor)
-        vars(module).pop(name, None)
-        params.clear()
-        params.update(before)
-    params[name] = tensor
