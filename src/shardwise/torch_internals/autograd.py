@@ -1,4 +1,4 @@
-"""The state of autograd: backward passes, the order in which they run nodes, and forward-mode derivatives."""
+"""The state of autograd: backward passes, the order in which they run nodes, forward-mode derivatives, and hooks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "has_tangent",
     "in_backward",
+    "restore_hooks",
     "run_at_the_end",
     "run_when_ready",
 ]
@@ -93,3 +94,25 @@ def has_saved_tensor_hooks() -> bool:
     False
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def restore_hooks(x: Tensor) -> list[Callable[..., Any]]:
+    """Connect the gradient hooks of a tensor again, and return them.
+
+    `torch.utils.swap_tensors`, with which `to_empty()`, `to()` and the like replace the parameters of a module, leaves hooks on
+    the Python object but not in the new tensor's part of the graph, where autograd looks for them.
+
+    >>> x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> _ = x.register_hook(lambda grad: grad * 5)
+    >>> torch.utils.swap_tensors(x, y)
+    >>> len(restore_hooks(x))
+    1
+    >>> x.backward()
+    >>> x.grad
+    tensor([5.])
+    """
+    hooks = x._backward_hooks
+    if hooks is None:
+        return []
+    x._backward_hooks = hooks
+    return list(hooks.values())
