@@ -251,13 +251,9 @@ def difference(program: Program, mesh: sw.DeviceMesh, dense: Outcome | None = No
 
 
 def _is_kind_of(got: str, want: str) -> bool:
-    """Whether an error of ours is a subclass of torch's: errors of ours have types of their own."""
-    types = {
-        "PlainTensorError": "RuntimeError",
-        "CommunicationError": "RuntimeError",
-        "LayoutError": "ValueError",
-    }
-    return types.get(got) == want
+    """Whether an error of ours is of torch's type, too."""
+    ours = {"LayoutError": sw.LayoutError, "PlainTensorError": sw.PlainTensorError}
+    return got in ours and want in [kind.__name__ for kind in ours[got].__mro__]
 
 
 def _described_differently(mine: Mapping[str, str], dense: Mapping[str, str]) -> str:
