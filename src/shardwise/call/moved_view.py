@@ -17,6 +17,7 @@ from shardwise.call.fallback import gather, write_back
 from shardwise.call.op_call import OpCall
 from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
+from shardwise.call.strides import match_strides
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
@@ -208,8 +209,8 @@ class MovedView(DTensor):
         written = [t for t in call.written if isinstance(t, MovedView) and t._source is not None]
         if torch.Tag.inplace_view in info.tags:
             written = []  # the shape changes, not the values
-        if len(written) > 1 and (lists := _one_at_a_time(info, args)):
-            # views in one list may overlap
+        if written and (lists := _one_at_a_time(info, args)):
+            # tensors in one list may overlap
             for some in lists:
                 func(*some, **kwargs)
             return None
@@ -224,10 +225,8 @@ class MovedView(DTensor):
         for t in written:
             if t._source is not None:
                 t._source.write_back()
-        if type(result) is DTensor and result.is_contiguous():
-            # blocks that moved may have other strides than the view, which ops preserve
-            result._local_tensor = map_ranks(torch.Tensor.contiguous, result._local_tensor)
-        return result
+        # blocks that moved may have other strides than the view, which ops preserve
+        return result if info.writes else match_strides(result)
 
     def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
         source = self._source
@@ -317,7 +316,16 @@ def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
     """The arguments of an op over lists for one element after the other; none for other ops."""
     if not info.arguments[0].type.startswith("List"):
         return []
-    return [[a[i : i + 1] if isinstance(a, list | tuple) else a for a in args] for i in range(len(args[0]))]
+    if len(args[0]) < 2:
+        return []
+    lists = [
+        isinstance(a, list | tuple) or arg.name == "scalars"
+        for a, arg in zip(args, info.arguments, strict=False)
+    ]
+    return [
+        [a[i : i + 1] if many else a for a, many in zip(args, lists, strict=True)]
+        for i in range(len(args[0]))
+    ]
 
 
 def _announce_write(func: Any, view: MovedView) -> None:

@@ -20,6 +20,7 @@ from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
+from shardwise.call.strides import match_strides
 from shardwise.call.submesh import common_submesh, run_on_submesh
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
@@ -223,8 +224,11 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
         run = resolving_lazy_bits(run)
-    if call.info.qualified_name in FORBIDS_ALIAS:
-        run = _checking_overlap(func, run)
+    if call.info.writes:
+        if route.plans != () or call.info.out_names or call.info.qualified_name in FORBIDS_ALIAS:
+            run = _checking_overlap(func, run)
+    elif route.plans != () and not call.info.is_view:
+        run = _matching_strides(run)
     if current_settings().decisions.traced:
         run = traced(func, Route(route.kind, run, route.plans, route.outputs))
     return route, _checking_default_dtype(call, route, run, find_route)
@@ -246,6 +250,10 @@ def _checking_overlap(func: Any, inner: Run) -> Run:
         return inner(args, kwargs)
 
     return run
+
+
+def _matching_strides(inner: Run) -> Run:
+    return lambda args, kwargs: match_strides(inner(args, kwargs))
 
 
 def _checking_default_dtype(call: OpCall, route: Route, inner: Run, find_route: FindRoute) -> Run:
