@@ -19,6 +19,7 @@ import torch
 from tests.dense import parse_placements
 from tests.values import dense_tensor, tensor
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 import shardwise as sw
 from shardwise.comm import PerRank, axes_of
@@ -27,7 +28,7 @@ from shardwise.layout import Layout
 CHECK = "check()"
 
 
-class Difference(AssertionError):
+class DifferenceError(AssertionError):
     """The dense and the distributed run of a program differ."""
 
 
@@ -48,8 +49,15 @@ class Side:
         self.given = set(self.names)
         self.versions: dict[str, tuple[int, int]] = {}
 
+    def define(self, name: str, value: Any) -> None:
+        """Add a function that programs may call."""
+        self.names[name] = value
+        self.given.add(name)
+
     def run(self, line: str) -> Exception | None:
         """Execute a line; the error that it raises, if any."""
+        if "swap_tensors" in line:
+            self.versions = {}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -70,34 +78,47 @@ class Side:
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What Python sees of every tensor, without reading values."""
-        return {name: self._facts_of(name, t) for name, t in self.tensors()}
+        facts = {name: self._facts_of(name, t) for name, t in self.tensors()}
+        self.versions = {name: v for name, v in self.versions.items() if name in facts}  # ids are used again
+        return facts
 
     def _facts_of(self, name: str, t: Tensor) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "shape": tuple(t.shape),
             "dtype": t.dtype,
-            "stride": t.stride(),
+            "stride": _strides_that_matter(t),
             "is_contiguous": t.is_contiguous(),
             "requires_grad": t.requires_grad,
             "is_inference": t.is_inference(),
-            "is_view": t._is_view(),
+            "lazy bits": (t.is_conj(), t.is_neg()),
         }
         try:
             facts |= {"is_leaf": t.is_leaf, "has grad_fn": t.grad_fn is not None}
         except (RuntimeError, IndexError):  # a view that autograd does not allow to be used any more
             facts["is_leaf"] = "error"
-        if not t.is_inference():
+        if t.is_inference():
+            return facts
+        try:
             known = self.versions.get(name)
             if known is None or known[0] != id(t):
                 known = self.versions[name] = (id(t), t._version)
             facts["version"] = t._version - known[1]
+        except RuntimeError:
+            facts["version"] = "none"  # it has the data of an inference tensor
         return facts
+
+
+def _strides_that_matter(t: Tensor) -> tuple[int, ...]:
+    """The strides of dims with several elements."""
+    return tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else ()
 
 
 def sides(mesh: Any) -> tuple[Side, Side]:
     """The two runs of a program on a mesh."""
 
-    def dense(shape: Sequence[int], layout: str, dtype: str = "float64", grad: bool = False, seed: int = 0) -> Tensor:
+    def dense(
+        shape: Sequence[int], layout: str, dtype: str = "float64", grad: bool = False, seed: int = 0
+    ) -> Tensor:
         return dense_tensor(shape, getattr(torch, dtype), seed).requires_grad_(grad)
 
     def distributed(
@@ -111,7 +132,17 @@ def sides(mesh: Any) -> tuple[Side, Side]:
         with torch.no_grad():
             return x.to_local()  # type: ignore[attr-defined, no-any-return]
 
-    return Side(dense, lambda x: x.data), Side(distributed, block)
+    left, right = Side(dense, lambda x: x.data), Side(distributed, block)
+    left.define(
+        "sgd", lambda p, g: (_fused_sgd(p, g), increment_version(p))
+    )  # torch forgets it, and reads old values
+    right.define("sgd", _fused_sgd)
+    return left, right
+
+
+def _fused_sgd(p: Tensor, grad: Tensor) -> None:
+    options = {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([p], [grad], [], lr=1.0, is_first_step=True, **options)
 
 
 def _full(x: Tensor) -> list[Tensor]:
@@ -160,17 +191,24 @@ def _differences(dense: Side, distributed: Side, values: bool) -> Iterator[str]:
 def run_program(lines: Sequence[str], mesh: Any) -> None:
     """Run a program on both sides; raise at the first difference."""
     dense, distributed = sides(mesh)
+    errors: tuple[Exception | None, Exception | None] = (None, None)
     for number, line in enumerate([*lines, CHECK]):
+        if number == len(lines) and errors[0] is not None:
+            return  # what a refused write has written is not defined
         errors = (None, None) if line == CHECK else (dense.run(line), distributed.run(line))
         if (errors[0] is None) != (errors[1] is None):
-            raise Difference(_report(lines, number, [f"raised {errors[1]!r}, dense {errors[0]!r}"])) from errors[1]
+            raise DifferenceError(
+                _report(lines, number, [f"raised {errors[1]!r}, dense {errors[0]!r}"])
+            ) from errors[1]
         found = list(itertools.islice(_differences(dense, distributed, line == CHECK), 4))
         if found:
-            raise Difference(_report(lines, number, found))
+            raise DifferenceError(_report(lines, number, found))
 
 
 def _report(lines: Sequence[str], number: int, found: Sequence[str]) -> str:
-    shown = [f"    {line}" + ("    # <- here" if i == number else "") for i, line in enumerate([*lines, CHECK])]
+    shown = [
+        f"    {line}" + ("    # <- here" if i == number else "") for i, line in enumerate([*lines, CHECK])
+    ]
     return "\n".join(["", *shown, *(f"  {f}" for f in found)])
 
 

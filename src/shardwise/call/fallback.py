@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.arguments import map_leaves, replace_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.schema import op_info
-from shardwise.call.strides import restride
+from shardwise.call.strides import copy_into, restride
 from shardwise.comm import map_ranks, members_of, spread
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.plan import Plan
@@ -112,7 +112,7 @@ def write_back(func: Any, t: DTensor, full: Tensor) -> None:
             fix="Use the op that returns a new tensor.",
         )
     replicated = DTensor(full, t._spec.with_layout(Layout.replicated(t.shape, t._spec.layout.axes)))
-    map_ranks(aten.copy_.default, t._local_tensor, to_layout(func, replicated, t._spec.layout)._local_tensor)
+    map_ranks(copy_into, t._local_tensor, to_layout(func, replicated, t._spec.layout)._local_tensor)
 
 
 def wrap_replicated(result: Any, mesh: DeviceMesh) -> Any:

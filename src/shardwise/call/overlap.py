@@ -38,9 +38,10 @@ def check_overlap(call: OpCall) -> None:
         return  # its kernel allows it
     for target in call.written:
         for other in call.tensors:
+            if name in _TAKES_NUMBER and other.dim() == 0:
+                continue
             if isinstance(target, DTensor) and isinstance(other, DTensor) and other is not target:
-                if not (name in _TAKES_NUMBER and other.dim() == 0):
-                    _check_pair(call, target, other, forbids_alias)
+                _check_pair(call, target, other, forbids_alias)
     if forbids_alias and sum(t is call.returned for t in call.tensors) > 1:
         raise _error(call, call.returned)
 
@@ -53,7 +54,7 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
         return  # torch does not find out whether they overlap
     if _same_blocks(roots[0]._local_tensor, roots[1]._local_tensor):
         base = roots[0]
-        whole = torch.empty_strided(base.shape, base.stride(), device="meta")
+        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
         a, b = _on(whole, target), _on(whole, other)
         first, last = sorted((a, b), key=Tensor.storage_offset)
         overlap = last.storage_offset() < first.storage_offset() + first.numel()

@@ -16,48 +16,44 @@ from shardwise.call.arguments import map_leaves
 from shardwise.comm import map_ranks
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["match_strides", "restride"]
+__all__ = ["copy_into", "in_order", "match_strides", "may_overlap", "memory_order", "restride"]
 
 
 @lru_cache(maxsize=4096)
-def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """The dims from the outermost in memory to the innermost; None if elements share memory or are not adjacent.
+def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims from the outermost in memory to the innermost.
 
-    >>> memory_order((2, 3), (3, 1)), memory_order((2, 3), (1, 2)), memory_order((2, 3), (0, 1))
-    ((0, 1), (1, 0), None)
+    >>> memory_order((2, 3), (3, 1)), memory_order((2, 3), (1, 2)), memory_order((2, 1), (1, 1))
+    ((0, 1), (1, 0), (0, 1))
     """
-    dims = range(len(shape))
-    order = tuple(sorted(dims, key=lambda d: (-stride[d] if shape[d] != 1 else -_next(shape, stride, d), d)))
-    expected = 1
-    for d in reversed(order):
-        if shape[d] != 1:
-            if stride[d] != expected:
-                return None
-            expected *= shape[d]
-    return order
+    order = list(range(len(shape)))
+    several = [
+        d for d in order if shape[d] > 1
+    ]  # dims of size 1 stay where they are: their strides mean nothing
+    for place, d in zip(several, sorted(several, key=lambda d: -stride[d]), strict=True):
+        order[place] = d
+    return tuple(order)
 
 
-def _next(shape: Sequence[int], stride: Sequence[int], dim: int) -> int:
-    """The stride that a dim of size 1 would have beside the next dim that has more elements."""
-    return next((stride[d] for d in range(dim + 1, len(shape)) if shape[d] != 1), 0)
-
-
-def _in_order(block: Tensor, order: tuple[int, ...]) -> Tensor:
+def in_order(block: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A block whose dims are in memory in this order and without gaps: itself, or a copy."""
     moved = block.permute(order)
     if moved.is_contiguous():
         return block
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return moved.contiguous().permute(inverse)
+    return moved.contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def match_strides(result: Any) -> Any:
     """Results of an op, not views, with blocks whose dims are in memory in the order that the strides say."""
 
     def matched(x: Any) -> Any:
-        if type(x) is DTensor and x._spec.stride is not None and 0 not in x._spec.shape:
+        if (
+            type(x) is DTensor
+            and x._spec.stride is not None
+            and not may_overlap(x._spec.shape, x._spec.stride)
+        ):
             order = memory_order(tuple(x._spec.shape), x._spec.stride)
-            if order is not None:
-                x._local_tensor = map_ranks(_in_order, x._local_tensor, order)
+            x._local_tensor = map_ranks(in_order, x._local_tensor, order)
         return x
 
     return map_leaves(matched, result)
@@ -72,3 +68,27 @@ def restride(full: Tensor, stride: Sequence[int]) -> Tensor:
         if s == 0:
             dense = dense.narrow(d, 0, 1)
     return full.new_empty_strided(dense.shape, stride).copy_(dense).expand(full.shape)
+
+
+def may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides may share memory, as those of `expand` and `unfold` do.
+
+    >>> may_overlap((2, 3), (3, 1)), may_overlap((2, 3), (0, 1)), may_overlap((4, 2), (1, 1))
+    (False, True, True)
+    """
+    extent = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1:
+            if step <= extent:
+                return True
+            extent += (size - 1) * step
+    return False
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Write to a tensor, some of whose elements may be one: those have one value, which is written once."""
+    value = value.expand(target.shape)
+    for d, (step, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if step == 0 and size > 1:
+            target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
+    target.copy_(value)

@@ -36,7 +36,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if (
         is_view
         and args[0].is_inference() is not _in_inference()
-        and (mode := mode_of_view(args[0])) is not None
+        and (mode := mode_of_view(func, args[0])) is not None
     ):
         with mode:
             return dispatch(func, types, args, kwargs)

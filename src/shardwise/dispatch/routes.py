@@ -38,8 +38,9 @@ from shardwise.rules.table import REGISTERED
 from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
-from shardwise.torch_internals.dispatcher import is_composite
+from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
+from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["choose_route", "decide"]
 
@@ -65,6 +66,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     check_operands(call)
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
+    if func is aten.detach.default and call.first._spec.stride is not None:
+        return Route("rule", _detach, (), (call.first._spec,))
     if plain_targets(call):
         return Route("plain target", lambda a, k: run_with_plain_targets(func, a, k))
     if (program := random_program(func)) is not None:
@@ -82,6 +85,11 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
     return _compute_route(call, find_route)
+
+
+def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The same block, which has no graph, and not another tensor of its memory: the two would have versions of their own."""
+    return new_dtensor(DTensor, args[0]._local_tensor, args[0]._spec, False)  # type: ignore[no-any-return]
 
 
 def _is_identity(call: OpCall) -> bool:
@@ -143,10 +151,12 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with override_settings(
-        plain="replicate"
-    ):  # its operands were checked; what it creates is the same on every rank
-        return func.decompose(*args, **kwargs)
+    # its operands were checked; what it creates is the same on every rank
+    with override_settings(plain="replicate"):
+        if not torch.is_inference_mode_enabled() or records_views(func):
+            return func.decompose(*args, **kwargs)
+        with tracking_views():
+            return func.decompose(*args, **kwargs)
 
 
 def _is_distributed(x: Any) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,8 @@ __all__ = [
     "overloads_of",
     "python_binding",
     "read_schema",
+    "records_views",
+    "tracking_views",
     "without_dispatch",
 ]
 
@@ -211,3 +213,32 @@ def below_autograd() -> AbstractContextManager[Any]:
     True
     """
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@lru_cache(maxsize=4096)
+def records_views(func: Any) -> bool:
+    """Whether torch records the views and versions of an op's results above `__torch_dispatch__`, in inference mode, too.
+
+    >>> records_views(torch.ops.aten.narrow.default), records_views(torch.ops.aten.view_as.default)
+    (True, False)
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+
+
+@contextmanager
+def tracking_views() -> Iterator[None]:
+    """Inside `__torch_dispatch__`, let ops record views and versions, as they do when they are called outside.
+
+    In inference mode a composite op comes to `__torch_dispatch__` as a whole, above the code that records them.
+
+    >>> x = torch.ones(2)
+    >>> with torch.inference_mode(), tracking_views():
+    ...     x.view(2)._is_view()
+    True
+    """
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded("ADInplaceOrView")
+    torch._C._dispatch_tls_set_dispatch_key_excluded("ADInplaceOrView", False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded("ADInplaceOrView", is_excluded)
