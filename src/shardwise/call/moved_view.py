@@ -6,8 +6,8 @@ those in memory (`conj`), it is a `MovedView`: a function of its base, computed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -19,15 +19,17 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
+from shardwise.call.view_mode import mode_of_view
+from shardwise.call.view_scatter import COMPUTED, scatter_of
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block, local_slot
 from shardwise.tensor.implicit import announce, to_layout
-from shardwise.torch_internals.subclass import is_parameter
+from shardwise.torch_internals.subclass import is_parameter, view_base
 
-__all__ = ["COMPUTED", "MovedView", "mode_of_view", "remember_base"]
+__all__ = ["MovedView", "remember_base"]
 
 aten = torch.ops.aten
 Kind = Literal["moved", "shared", "copied"]
@@ -105,7 +107,7 @@ class ViewSource:
                 map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
             elif self.kind == "shared":
                 pass
-            elif (scatter := _scatter(func, number, base, *args, **kwargs)) is not None:
+            elif (scatter := scatter_of(func, number, base, *args, **kwargs)) is not None:
                 updated = scatter(DTensor(block, base._spec), value)
                 map_ranks(copy_into, block, to_layout(func, updated, base._spec.layout)._local_tensor)
             else:
@@ -160,7 +162,7 @@ _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.exp
 
 def _blocks_with_versions(base: DTensor) -> tuple[Tensor, ...]:
     """The blocks whose versions change when the result of `to_local()` is written to."""
-    above = base._base if base._is_view() else None
+    above = view_base(base)
     if not isinstance(above, DTensor) or above._source is not None:
         return (base._local_tensor,)
     return base._local_tensor, above._local_tensor
@@ -323,24 +325,6 @@ def rebuild_view(
 torch.serialization.add_safe_globals([rebuild_view])  # it runs an op by name on tensors that were loaded
 
 
-def mode_of_view(func: Any, base: Any) -> AbstractContextManager[Any] | None:
-    """The mode to create a view in, if it is not the current one: a view is an inference tensor exactly if its base is.
-
-    Except that a view in another dtype is one if it is created in inference mode.
-    """
-    if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
-        return None
-    if func is aten.view.dtype:
-        return None
-    return torch.inference_mode() if base.is_inference() else _outside_inference()
-
-
-@contextmanager
-def _outside_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def remember_base(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, kind: Kind = "moved"
 ) -> Any:
@@ -400,35 +384,7 @@ def _announce_write(func: Any, view: MovedView) -> None:
     )
 
 
-COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-"""View ops whose blocks are computed, since a DTensor has no conjugate or negative bit, and what computes the base again."""
-
-
 def _is_local(source: ViewSource) -> bool:
     """Whether the value can be written back without communication; the same on every rank."""
     above = source.base._source
     return (source.kind != "moved" or source.func in COMPUTED) and (above is None or _is_local(above))
-
-
-def _scatter(
-    func: Any, number: int | None, base: DTensor, *args: Any, **kwargs: Any
-) -> Callable[[DTensor, DTensor], DTensor] | None:
-    """What writes the value of a view into its base, if the view is a slice or an index of one dim."""
-    if func in COMPUTED:
-        inverse = COMPUTED[func]
-        return lambda x, value: inverse(value)
-    if may_overlap(base.shape, base.stride()):
-        return None  # elements outside of the view may be in it, too
-    named = op_info(func).bind((base, *args), kwargs)
-    dim = named.get("dim", 0)
-    if func is aten.slice.Tensor:
-        start, end, step = named["start"], named["end"], named["step"]
-        return lambda x, value: aten.slice_scatter.default(x, value, dim, start, end, step)
-    if func is aten.select.int or func is aten.unbind.int:
-        index = named["index"] if number is None else number
-        return lambda x, value: aten.select_scatter.default(x, value, dim, index)
-    if number is None or func not in (aten.split.Tensor, aten.split_with_sizes.default):
-        return None
-    sizes = named.get("split_sizes") or [named["split_size"]] * number
-    start = sum(sizes[:number])
-    return lambda x, value: aten.slice_scatter.default(x, value, dim, start, start + value.shape[dim])

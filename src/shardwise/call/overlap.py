@@ -48,6 +48,8 @@ def check_overlap(call: OpCall) -> None:
 
 def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bool) -> None:
     roots = _root_tensor(target), _root_tensor(other)
+    if roots[0]._spec.stride is None or roots[1]._spec.stride is None:
+        return  # a sparse tensor
     if not shares_memory(roots[0]._local_tensor, roots[1]._local_tensor):
         return
     if not (_is_dense(target) and _is_dense(other)) or 0 in (*target.shape, *other.shape):

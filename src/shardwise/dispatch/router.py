@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwise.call.moved_view import mode_of_view
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
+from shardwise.call.view_mode import mode_of_view
 from shardwise.call.writes import note_writes, watched
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable

@@ -12,7 +12,7 @@ from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs
-from shardwise.call.moved_view import COMPUTED, remember_base
+from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
@@ -24,6 +24,7 @@ from shardwise.call.strides import match_strides
 from shardwise.call.submesh import common_submesh, run_on_submesh
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
+from shardwise.call.view_scatter import COMPUTED
 from shardwise.comm import coord_of
 from shardwise.dispatch.dry_run import FindRoute, dry_run
 from shardwise.dispatch.fast_path import direct_run
