@@ -2,37 +2,44 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
+DEV := .venv/.dev
+# Test processes that run at once
+JOBS ?= auto
 TORCH ?= 2.13.0
 TESTS ?=
 # Outside the repository: a CUDA build of torch takes 5.4 GB, and all checkouts can share it.
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-torch lint format bench sweep rules docs clean
+.PHONY: help demo test test-deep test-torch lint format bench sweep models rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(READY): requirements-dev.txt pyproject.toml
+$(READY): requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-demo: $(READY)  ## spread a matrix over 4 processes and walk it through layouts
-	@$(BIN)/python -m examples.walk
+$(DEV): $(READY) requirements-dev.txt requirements-clients.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-clients.txt
+	@touch $@
 
-test: $(READY)  ## run the tests: pure, simulated, and on real processes
-	$(BIN)/python -m pytest
+demo: $(READY)  ## train a language model on 4 processes and on one, and compare
+	@$(BIN)/python -m examples.train
 
-test-deep: $(READY)  ## the same with many more drawn examples
-	SHARDWISE_DEEP=1 $(BIN)/python -m pytest
+test: $(DEV)  ## run the tests: pure, simulated, and on real processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-deep: $(DEV)  ## the same with many more drawn examples
+	SHARDWISE_DEEP=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The sources come from PYTHONPATH, so that the environment belongs to no checkout. Only pyenv reads PYENV_VERSION: its python3.12
 # otherwise runs only where 3.12 is the selected version.
-$(TORCH_ENV)/.ready: requirements-dev.txt
+$(TORCH_ENV)/.ready: requirements.txt requirements-dev.txt
 	PYENV_VERSION=$(patsubst python%,%,$(notdir $(PYTHON))) $(PYTHON) -m venv $(TORCH_ENV)
-	{ echo torch==$(TORCH); grep -v '^torch==' requirements-dev.txt; } > $(TORCH_ENV)/requirements.txt
+	{ echo torch==$(TORCH); grep -hvE '^(torch==|-r )' requirements.txt requirements-dev.txt; } > $(TORCH_ENV)/requirements.txt
 	$(TORCH_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH_ENV)/requirements.txt
 	@touch $@
 
@@ -40,31 +47,34 @@ test-torch: $(TORCH_ENV)/.ready  ## run the tests on another torch and Python: T
 	@$(TORCH_ENV)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version)'
 	PYTHONPATH=$(CURDIR)/src $(TORCH_ENV)/bin/python -m pytest $(TESTS)
 
-lint: $(READY)  ## format check, lint, types, and who may import whom
+lint: $(DEV)  ## format check, lint, types, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(READY)  ## format the code
+format: $(DEV)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## bytes, collectives, planning time and overhead next to torch's
+bench: $(DEV)  ## bytes, collectives, planning time and overhead next to torch's
 	$(BIN)/python -m benchmarks.redistribute
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.cold
-	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.train
 	$(BIN)/python -m benchmarks.random
 
-sweep: $(READY)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
+sweep: $(DEV)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)
 
-rules: $(READY)  ## write the printed tables of rules and routes anew
+models: $(DEV)  ## every model of transformers that carries a plan, tiny, against dense (MODELS="--only qwen3 --steps 5")
+	$(BIN)/python -m benchmarks.models $(MODELS)
+
+rules: $(DEV)  ## write the printed tables of rules and routes anew
 	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt
 	$(BIN)/python -c 'from shardwise.dispatch.route_table import printed_routes; print(printed_routes(), end="")' > docs/routes.txt
 
-docs: $(READY)  ## run the code in README and docs
+docs: $(DEV)  ## run the code in README and docs
 	$(BIN)/python -m pytest tests/test_docs.py
 
 clean:  ## remove what the other targets made

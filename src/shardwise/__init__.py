@@ -17,12 +17,17 @@ from shardwise.dispatch import dispatch as _dispatch
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.ops import install_patches as _install_patches
 from shardwise.ops import one_device
-from shardwise.plan import CostModel, Plan, costs, plan_redistribute
+from shardwise.parallel.describe import describe
+from shardwise.parallel.distribute_module import distribute_module
+from shardwise.parallel.load_sharded import load_sharded
+from shardwise.parallel.materialize import materialize
+from shardwise.plan import CostModel, GroupedPlan, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import CommunicationError, MeshError, PlainTensorError
 from shardwise.tensor.policy import policy
+from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
 from shardwise.torch_internals.tracing import never_compile as _never_compile
 from shardwise.verify import prove as _prove
@@ -41,6 +46,7 @@ __all__ = [
     "CostModel",
     "DTensor",
     "DeviceMesh",
+    "GroupedPlan",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -56,6 +62,8 @@ __all__ = [
     "arange",
     "compute_local_shape_and_global_offset",
     "costs",
+    "describe",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "eye",
@@ -65,8 +73,10 @@ __all__ = [
     "init_device_mesh",
     "launch",
     "linspace",
+    "load_sharded",
     "logspace",
     "manual_seed",
+    "materialize",
     "one_device",
     "ones",
     "per_rank",
@@ -76,6 +86,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "redistribute_many",
     "register_sharding",
     "set_rng_state",
     "simulate",

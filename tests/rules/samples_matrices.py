@@ -61,6 +61,25 @@ def _ldl_solve() -> list[Call]:
     return [*_factors(aten.linalg_ldl_factor_ex.default), call(lead, p, x(5, 3, 2))]
 
 
+def _grouped_mm() -> list[Call]:
+    """All forms, with empty groups; the offsets end at the end of the dim, because further results are undefined."""
+
+    def f32(*shape: int, seed: int = 0) -> Tensor:
+        return x(*shape, dtype=torch.float32, seed=seed)
+
+    def ends(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    return [
+        call(f32(7, 8), f32(3, 8, 4, seed=1), ends(2, 2, 7)),
+        call(f32(5, 4), f32(4, 8, 4, seed=1).mT, ends(0, 3, 3, 5)),
+        call(f32(3, 4, 8), f32(8, 8, seed=1), ends(5, 5, 8)),
+        call(f32(9, 8).mT, f32(9, 4, seed=1), ends(4, 4, 9)),
+        call(f32(3, 5, 8), f32(3, 8, 4, seed=1)),
+        call(f32(4, 4).bfloat16().repeat(1, 2), f32(2, 8, 8, seed=1).bfloat16(), ends(1, 4)),
+    ]
+
+
 def _solve() -> list[Call]:
     calls = [call(_square(*b, 3, 3), x(*b, 3, 2, seed=1)) for b in _BATCHES]
     return [
@@ -332,6 +351,7 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     "aten.linalg_cross.default": _crosses,
     "aten.addmm.default": _addmm,
     "aten.baddbmm.default": lambda: [*_addmm(3), *_addmm(1)[:2]],
+    "aten._grouped_mm.default": _grouped_mm,
     "aten.addmv.default": _addmv,
     "aten.addr.default": _addr,
     "aten.addbmm.default": _addbmm,

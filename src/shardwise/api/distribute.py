@@ -21,7 +21,17 @@ from shardwise.comm import (
 )
 from shardwise.comm.scatter import scatter
 from shardwise.comm.sparse_parts import scatter_sparse
-from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Spec, contiguous_stride
+from shardwise.layout import (
+    Layout,
+    LayoutError,
+    Partial,
+    Placement,
+    Replicate,
+    Spec,
+    UnitPlacements,
+    contiguous_stride,
+    unit_placements,
+)
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
@@ -76,7 +86,8 @@ def distribute_tensor(
         if isinstance(p, Partial):
             check_reducible(tensor.dtype, p.reduce_op)
     _check_source(src_data_rank, mesh)
-    out = _distribute(tensor.detach(), mesh, layout, src_data_rank)
+    units = unit_placements(layout, placements)
+    out = _distribute(tensor.detach(), mesh, layout, units, src_data_rank)
     out.requires_grad_(tensor.requires_grad)
     return out
 
@@ -96,7 +107,9 @@ def _check_leaf(tensor: Tensor) -> None:
         )
 
 
-def _distribute(full: Tensor, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None) -> DTensor:
+def _distribute(
+    full: Tensor, mesh: DeviceMesh, layout: Layout, units: UnitPlacements, src_data_rank: int | None
+) -> DTensor:
     """The DTensor of a full tensor after all checks."""
     settled = layout.with_partial({})
     if is_simulated() and not isinstance(full, PerRank):
@@ -112,7 +125,8 @@ def _distribute(full: Tensor, mesh: DeviceMesh, layout: Layout, src_data_rank: i
         block = empty_like_block(full)
     shape = torch.Size(layout.shape)
     stride = None if is_sparse(full) else contiguous_stride(shape)
-    return to_layout(from_block(block, Spec(mesh, settled, full.dtype, shape, stride)), layout)
+    spec = Spec(mesh, settled, full.dtype, shape, stride, () if stride is None else units)
+    return to_layout(from_block(block, spec), layout)
 
 
 def _check_layout(x: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:

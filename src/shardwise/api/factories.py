@@ -167,7 +167,7 @@ def _from_indices(
 def _new(name: str, shape: _Shape, dtype: torch.dtype, block: _Make, options: TensorOptions) -> DTensor:
     mesh = options["device_mesh"]
     layout = layout_for(name, shape, options["layout"], mesh, options["placements"])
-    return from_function(layout, block, dtype, options["requires_grad"], mesh)
+    return from_function(layout, block, dtype, options["requires_grad"], mesh, options["placements"])
 
 
 def _index_tensor(indices: Sequence[int]) -> Tensor:

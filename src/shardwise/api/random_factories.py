@@ -134,4 +134,4 @@ def _new(
         # `from_function` makes the device of the mesh the default one
         return generate(draw, BlockIndices(size, indices), dtype, torch.empty(0).device)
 
-    return from_function(layout, values, dtype, requires_grad, mesh)
+    return from_function(layout, values, dtype, requires_grad, mesh, placements)

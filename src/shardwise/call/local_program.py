@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.block_kernels import BLOCK_KERNELS
 from shardwise.comm import Coord, coord_of, members_of
 from shardwise.layout import block_offset, block_shape
 from shardwise.plan import Choice
@@ -99,15 +100,7 @@ def _reads(value: Any) -> bool:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    if name == "aten.view.default":
-        return _view
+    if (kernel := BLOCK_KERNELS.get(name)) is not None:
+        return kernel
     _, packet, overload = name.split(".")
     return python_binding(getattr(getattr(torch.ops.aten, packet), overload))
-
-
-def _view(block: Tensor, shape: list[int]) -> Tensor:
-    """A view if the block's strides allow one: a block may be less contiguous than the global strides suggest."""
-    try:
-        return torch.ops.aten.view.default(block, shape)  # type: ignore[no-any-return]
-    except RuntimeError:
-        return block.reshape(shape)

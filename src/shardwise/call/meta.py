@@ -148,12 +148,41 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     return x.new_empty_strided(out.shape, stride.stride())
 
 
-# Meta kernels of ops that have none in torch, or one that gives other strides than the kernels for devices.
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The output of `_grouped_mm` in any dtype and with any strides; torch's meta kernel takes only bfloat16."""
+    jagged = a.dim() == 2 or b.dim() == 2
+    groups = {t.shape[0] for t in (a, b) if t.dim() == 3} | ({offs.shape[0]} if offs is not None else set())
+    is_valid = (
+        {a.dim(), b.dim()} <= {2, 3}
+        and a.shape[-1] == b.shape[-2]
+        and jagged == (offs is not None)
+        and len(groups) == 1
+        and (offs is None or (offs.dim() == 1 and offs.dtype is torch.int32))
+        and bias is None
+        and a.dtype is b.dtype
+        and out_dtype in (None, a.dtype)
+        and a.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+    if not is_valid:
+        raise ValueError("_grouped_mm refuses this call")
+    batch = tuple(groups) if a.dim() == b.dim() else ()
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]))
+
+
+# Meta kernels of ops that have none in torch, or one that gives other strides or takes fewer dtypes than the kernels
+# for devices.
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
     aten.multi_margin_loss_backward.default: _like(1),
     aten.multilabel_margin_loss_backward.default: _like(1),
     aten.geqrf.default: _geqrf,
+    aten._grouped_mm.default: _grouped_mm,
     aten._aminmax.default: lambda x: (x.new_empty(()), x.new_empty(())),
     aten._aminmax.dim: lambda x, dim, keepdim=False: aten.aminmax.default(x, dim=dim, keepdim=keepdim),
 }

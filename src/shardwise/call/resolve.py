@@ -15,11 +15,13 @@ from shardwise.call.local_program import LocalProgram, local_programs
 from shardwise.call.op_call import OpCall
 from shardwise.call.schema import OpInfo
 from shardwise.comm import coord_of
-from shardwise.layout import Layout, Spec, block_shape
+from shardwise.layout import Layout, Spec, UnitPlacements, block_shape, without_pending
 from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
+from shardwise.plan.unit_axes import units_of_results, units_of_view
 from shardwise.rules import Call, Listed, Listing, Rule, Slot
 from shardwise.rules.table import REGISTERED, row_of
 from shardwise.rules.tables.view_and_cat import REGROUPED
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import holds_sparse
 
 __all__ = ["Match", "Resolution", "match_rule", "resolve"]
@@ -70,8 +72,8 @@ def resolve(call: OpCall) -> Resolution | None:
         return None
     metas = (m for m in match.outputs if isinstance(m, Tensor))
     outputs = tuple(
-        Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()))
-        for layout, meta in zip(choice.outputs, metas, strict=True)
+        Spec(mesh, layout, meta.dtype, torch.Size(meta.shape), tuple(meta.stride()), units)
+        for layout, meta, units in zip(choice.outputs, metas, _units(call, match), strict=True)
     )
     pairs = zip(layouts, choice.inputs, itemsizes, strict=True)
     # an op that creates a tensor reads no values, so its operands stay even where a reduction is pending
@@ -81,6 +83,20 @@ def resolve(call: OpCall) -> Resolution | None:
     shape = block_shape(choice.outputs[0], coord) if is_view and coord is not None else None
     replicated = match.rule.alike if isinstance(match.rule, Rule) else frozenset()
     return Resolution(moves, programs, outputs, mesh, call.simulated, is_view, shape, replicated)
+
+
+def _units(call: OpCall, match: Match) -> list[UnitPlacements]:
+    """The placements of the results on axes of size 1."""
+    shapes = match.call.outputs
+    units = [t._spec.units if isinstance(t, DTensor) else () for t in call.tensors]
+    if not any(units) or isinstance(match.rule, Listed):
+        return [()] * len(shapes)
+    first = call.layouts[0].shape
+    if match.rule is None:
+        return [units_of_view(units[0], first, shapes[0])]
+    if match.creates:
+        return [without_pending(units[0]) if s == first else () for s in shapes]
+    return units_of_results(match.rule, units, len(shapes))
 
 
 def _choose(call: OpCall, match: Match, itemsizes: list[int]) -> Choice | None:

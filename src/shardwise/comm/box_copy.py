@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.comm.mesh import Coord
 from shardwise.layout import Layout, Pieces, cut, refine
 
-__all__ = ["Boxes", "boxes_in_source", "boxes_in_target", "common_pieces"]
+__all__ = ["Boxes", "Run", "boxes_in_source", "boxes_in_target", "common_pieces"]
 
 _Box = tuple[tuple[int, int], ...]
 """The start and length of a box along each common factor, from the start of the block."""
@@ -80,19 +80,19 @@ def _range(size: int, axes: Sequence[int], sizes: Sequence[int], coord: Sequence
     return cut(size, [sizes[a] for a in axes], [coord[a] for a in axes]) if axes else (0, size)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Equal boxes next to each other along one factor; or, if `along` is None, the same box several times."""
 
     first: _Box
     number: int = 1
     along: int | None = None
 
-    def followed_by(self, box: _Box) -> _Run | None:
+    def followed_by(self, box: _Box) -> Run | None:
         """The run with one more box at its end, or None if the box does not continue it."""
         first, number, along = self
         if number == 1 and box != first:
             along = next(d for d, (a, b) in enumerate(zip(first, box, strict=True)) if a != b)
-        return _Run(first, number + 1, along) if box == _moved(first, along, number) else None
+        return Run(first, number + 1, along) if box == _moved(first, along, number) else None
 
     def union(self) -> _Box:
         """The box around all boxes of the run."""
@@ -136,8 +136,8 @@ class Boxes(NamedTuple):
         if not runs:
             return lambda block: block.new_empty(0)
         if len(runs) == 1:
-            return lambda block: self._stack(block, runs[0]).reshape(-1).contiguous()
-        return lambda block: torch.cat([self._stack(block, run).reshape(-1) for run in runs])
+            return lambda block: self.stack(block, runs[0]).reshape(-1).contiguous()
+        return lambda block: torch.cat([self.stack(block, run).reshape(-1) for run in runs])
 
     def unpack(self, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """A function that builds a block of this shape from a flat tensor of its boxes, one after the other."""
@@ -149,11 +149,18 @@ class Boxes(NamedTuple):
         def copy(flat: Tensor) -> Tensor:
             block = flat.new_empty(shape)
             for run, part in zip(runs, flat.split(counts) if len(runs) > 1 else (flat,), strict=True):
-                where = self._stack(block, run)
+                where = self.stack(block, run)
                 where.copy_(part.view(where.shape))
             return block
 
         return copy
+
+    def repeated(self, times: int) -> Boxes:
+        """The boxes of a block whose elements are this many numbers each, such as bytes."""
+        if times == 1:
+            return self
+        boxes = tuple((*box, (0, times)) for box in self.boxes)
+        return Boxes((*self.lengths, times), boxes, tuple(n * times for n in self.counts))
 
     def _cut(self, block: Tensor, box: _Box) -> Tensor:
         if block.shape != self.lengths:
@@ -163,7 +170,7 @@ class Boxes(NamedTuple):
                 block = torch.narrow(block, dim, start, count)
         return block
 
-    def _stack(self, block: Tensor, run: _Run) -> Tensor:
+    def stack(self, block: Tensor, run: Run) -> Tensor:
         """The boxes of a run of a block, along a new first dim."""
         inner = self._cut(block, run.union())
         if run.along is None:
@@ -171,16 +178,16 @@ class Boxes(NamedTuple):
         count = run.first[run.along][1]
         return inner.unflatten(run.along, (run.number, count)).movedim(run.along, 0)  # type: ignore[no-any-return]
 
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> list[Run]:
         """The boxes that are not empty, in as few runs as possible."""
-        out: list[_Run] = []
+        out: list[Run] = []
         for box, count in zip(self.boxes, self.counts, strict=True):
             if count:
                 longer = out[-1].followed_by(box) if out else None
-                out[-1:] = [longer] if longer else [*out[-1:], _Run(box)]
+                out[-1:] = [longer] if longer else [*out[-1:], Run(box)]
         return out
 
-    def _are_in_order(self, runs: list[_Run]) -> bool:
+    def _are_in_order(self, runs: list[Run]) -> bool:
         """Whether boxes one after the other are the block: they split its first factor that is longer than 1."""
         outer = next((d for d, n in enumerate(self.lengths) if n > 1), None)
         if outer is None:

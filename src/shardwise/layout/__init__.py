@@ -17,6 +17,7 @@ from shardwise.layout.parse import parse_layout
 from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from shardwise.layout.refine import Piece, Pieces, refine
 from shardwise.layout.spec import Spec, TensorMeta, dtype_text
+from shardwise.layout.unit_axes import UnitPlacements, unit_placements, without_pending
 from shardwise.layout.view import view
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Shard",
     "Spec",
     "TensorMeta",
+    "UnitPlacements",
     "block_offset",
     "block_shape",
     "contiguous_stride",
@@ -46,5 +48,7 @@ __all__ = [
     "owned",
     "parse_layout",
     "refine",
+    "unit_placements",
     "view",
+    "without_pending",
 ]

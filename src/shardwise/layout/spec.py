@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement
+from shardwise.layout.unit_axes import UnitPlacements
 
 __all__ = ["Spec", "TensorMeta", "dtype_text"]
 
@@ -25,32 +26,52 @@ class Spec(Immutable):
     """Mesh, layout, dtype and global strides (None for a sparse tensor); interned and hashed by identity.
 
     The mesh and the dtype are opaque here. Meshes are compared by identity, because an equal mesh may belong to
-    process groups that no longer exist.
+    process groups that no longer exist. `units` are placements on axes of size 1, which show in `placements` only.
     """
 
-    __slots__ = ("__weakref__", "dtype", "layout", "mesh", "placements", "shape", "stride", "tensor_meta")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "layout",
+        "mesh",
+        "placements",
+        "shape",
+        "stride",
+        "tensor_meta",
+        "units",
+    )
 
     mesh: Any
     layout: Layout
     dtype: Any
     shape: Any
     stride: tuple[int, ...] | None
+    units: UnitPlacements
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
 
     _interned: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
 
     def __new__(
-        cls, mesh: Any, layout: Layout, dtype: Any, shape: Any, stride: tuple[int, ...] | None
+        cls,
+        mesh: Any,
+        layout: Layout,
+        dtype: Any,
+        shape: Any,
+        stride: tuple[int, ...] | None,
+        units: UnitPlacements = (),
     ) -> Spec:
         # `shape` equals layout.shape, in the type that users of torch expect: torch.Size
-        key = (id(mesh), layout, dtype, stride)
+        key = (id(mesh), layout, dtype, stride, units)
         known = cls._interned.get(key)
         if known is not None:
             return known
         new = object.__new__(cls)
-        new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride)
-        new._set(placements=layout.placements, tensor_meta=TensorMeta(shape, stride, dtype))
+        placements = list(layout.placements)
+        for axis, placement in units:
+            placements[axis] = placement
+        new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride, units=units)
+        new._set(placements=tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
         return cls._interned.setdefault(key, new)
 
     @property
@@ -65,14 +86,21 @@ class Spec(Immutable):
 
     def with_layout(self, layout: Layout, stride: tuple[int, ...] | None = None) -> Spec:
         """Replace the layout, and the strides if given."""
-        return Spec(self.mesh, layout, self.dtype, self.shape, self.stride if stride is None else stride)
+        after = self.stride if stride is None else stride
+        return Spec(self.mesh, layout, self.dtype, self.shape, after, self.units)
 
     def with_dtype(self, dtype: Any) -> Spec:
         """Replace the dtype."""
-        return Spec(self.mesh, self.layout, dtype, self.shape, self.stride)
+        return Spec(self.mesh, self.layout, dtype, self.shape, self.stride, self.units)
+
+    def with_units(self, units: UnitPlacements) -> Spec:
+        """Replace the placements on axes of size 1."""
+        if units == self.units:
+            return self
+        return Spec(self.mesh, self.layout, self.dtype, self.shape, self.stride, units)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride)
+        return Spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride, self.units)
 
     def __str__(self) -> str:
         return self.layout.text(dtype_text(self.dtype))

@@ -1,3 +1,15 @@
-"""The module of torch's parallel styles; none is implemented yet."""
+"""Parallel styles, under the name of torch's module."""
 
-__all__: list[str] = []
+from shardwise.parallel.parallel_style import ParallelStyle
+from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from shardwise.parallel.split_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+]

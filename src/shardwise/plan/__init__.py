@@ -2,6 +2,7 @@
 
 from shardwise.plan.cost import CostModel
 from shardwise.plan.exchange import Exchange, Move, plan_exchanges
+from shardwise.plan.grouped import GroupedPlan, GroupedStep, Item, plan_redistribute_many
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.settings import costs
 from shardwise.plan.step import (
@@ -24,7 +25,10 @@ __all__ = [
     "Choice",
     "CostModel",
     "Exchange",
+    "GroupedPlan",
+    "GroupedStep",
     "Identity",
+    "Item",
     "Move",
     "Permute",
     "Plan",
@@ -37,4 +41,5 @@ __all__ = [
     "every_choice",
     "plan_exchanges",
     "plan_redistribute",
+    "plan_redistribute_many",
 ]

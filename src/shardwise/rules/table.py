@@ -33,6 +33,7 @@ from shardwise.rules.tables import (
     convolution,
     creation,
     embedding_bag,
+    grouped_mm,
     indexing,
     linalg,
     loss,
@@ -52,7 +53,7 @@ __all__ = ["REGISTERED", "TABLE", "printed", "row_of"]
 
 _FAMILIES = (
     pointwise, contraction, reduction, whole_dims, view_and_cat, indexing, scatter, creation, linalg, view_copies,
-    searchsorted, convolution, slicing, spatial, normalization, loss, attention, embedding_bag,
+    searchsorted, convolution, slicing, spatial, normalization, loss, attention, embedding_bag, grouped_mm,
 )  # fmt: skip
 
 

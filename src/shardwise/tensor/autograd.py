@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, detached, is_sparse, members_of
 from shardwise.comm.run import run
-from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride
+from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride, without_pending
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute import Redistribute, densify, grad_layout
+from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["FromLocal", "ToLocal", "join_blocks"]
@@ -30,6 +31,7 @@ def join_blocks(ranks: tuple[int, ...] | None, blocks: tuple[Tensor, ...]) -> Te
     return blocks[0] if ranks is None else PerRank(dict(zip(ranks, blocks, strict=True)))
 
 
+@applied_directly
 class ToLocal(torch.autograd.Function):
     """`apply(x, layout of the blocks' gradient or None)`: the block, or in a simulation one per rank."""
 
@@ -64,7 +66,7 @@ class ToLocal(torch.autograd.Function):
         shape, stride = spec.shape, stride_of(given)
         if stride is not None:
             stride = global_stride(shape, stride) if given.dim() == len(shape) else contiguous_stride(shape)
-        grad_spec = Spec(spec.mesh, layout, given.dtype, shape, stride)
+        grad_spec = Spec(spec.mesh, layout, given.dtype, shape, stride, without_pending(spec.units))
         return FromLocal.apply(grad_spec, None, ctx.ranks, *grads), None  # type: ignore[no-untyped-call]
 
 
@@ -88,6 +90,7 @@ def _implied_gradient(layout: Layout) -> tuple[Layout, int]:
     return grad_layout(layout), math.prod(layout.axes.sizes[a] for a, op in ops.items() if op == "avg")
 
 
+@applied_directly
 class FromLocal(torch.autograd.Function):
     """`apply(spec, layout of the blocks' gradient or None, ranks or None, *blocks)`."""
 
@@ -112,7 +115,7 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_layout if ctx.grads_layout is not None else grad_layout(layout)
-        moved = Redistribute.apply(densify(grad, target), target, False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
+        moved = Redistribute.apply(densify(grad, target), target, (), False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank has its own share of a maximum or minimum, so gradients in a second backward pass add up
         shared = ctx.grads_layout is None and any(op in ("max", "min") for _, op in layout.partial)
         back = layout.with_partial({a: "sum" for a, _ in layout.partial}) if shared else None

@@ -20,6 +20,7 @@ from shardwise.layout import (
     block_shape,
     contiguous_stride,
     owned,
+    unit_placements,
 )
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import SparseDTensor
@@ -122,13 +123,18 @@ def from_function(
     dtype: torch.dtype,
     requires_grad: bool,
     mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """The tensor whose block on each rank is `values(shape of the block, global indices it owns per dim)`."""
+    """The tensor whose block on each rank is `values(shape of the block, global indices it owns per dim)`.
+
+    `placements` are those that the layout was made from, if any.
+    """
     mesh = current_mesh(mesh, "a factory")
     with torch.device(mesh.device_type):
         block = on_mesh(mesh, lambda coord: values(block_shape(layout, coord), owned(layout, coord)))
         if block is None:
             block = torch.empty(0, dtype=dtype)
     size = torch.Size(layout.shape)
-    spec = Spec(mesh, layout, dtype, size, contiguous_stride(size))
+    units = () if placements is None else unit_placements(layout, placements)
+    spec = Spec(mesh, layout, dtype, size, contiguous_stride(size), units)
     return DTensor(block, spec, requires_grad=requires_grad)

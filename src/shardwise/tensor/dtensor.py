@@ -237,7 +237,9 @@ class DTensor(PythonMethods, torch.Tensor):
         """The gradient in the layout that compiled code expects; None where it expects a plain tensor."""
         if expected_type is not None and not issubclass(expected_type, DTensor):
             return None
-        return implementation.to_layout(self, metadata[0].layout)
+        out = implementation.to_layout(self, metadata[0].layout)
+        units = metadata[0].units
+        return out if out._spec.units == units else DTensor(out._local_tensor, out._spec.with_units(units))
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return implementation.rebuild, (

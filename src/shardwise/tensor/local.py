@@ -33,6 +33,7 @@ from shardwise.layout import (
     contiguous_stride,
     global_shape,
     global_stride,
+    unit_placements,
 )
 from shardwise.tensor.autograd import FromLocal, ToLocal, join_blocks
 from shardwise.tensor.consistency import checked_shape
@@ -79,7 +80,7 @@ def from_local(
             fix="Pass x.to_local(), or use x.redistribute(...) for another layout.",
         )
     if isinstance(local, PerRank):
-        local = _blocks_on(local, mesh)
+        local = _blocks_on(local.tracked, mesh)
     given = (placements, shape, stride)
     simulated = is_simulated() or isinstance(local, PerRank)
     cacheable = all(x is None or isinstance(x, Sequence) for x in given)  # others raise in `_spec`
@@ -144,7 +145,8 @@ def _spec(
         full_stride = global_stride(layout.shape, first.stride())
     else:
         full_stride = contiguous_stride(layout.shape)
-    return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), full_stride)
+    units = unit_placements(layout, placements)
+    return Spec(mesh, layout, local.dtype, torch.Size(layout.shape), full_stride, units)
 
 
 def _blocks_on(local: PerRank, mesh: DeviceMesh) -> PerRank:

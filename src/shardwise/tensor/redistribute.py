@@ -16,13 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Pending, check_reducible, cut_sparse, on_mesh
 from shardwise.comm.run import run, start
-from shardwise.layout import Layout, LayoutError, Placement, Spec, contiguous_stride
+from shardwise.layout import (
+    Layout,
+    LayoutError,
+    Placement,
+    Spec,
+    UnitPlacements,
+    contiguous_stride,
+    unit_placements,
+    without_pending,
+)
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
+from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["Redistribute", "densify", "grad_layout", "redistribute", "to_layout"]
@@ -41,17 +51,18 @@ def redistribute(
     spec = x._spec
     if mesh is not None and mesh is not spec.mesh:
         _check_mesh(x, mesh)
+    units: UnitPlacements = ()
     if axes is None:
         target = Layout.replicated(spec.layout.shape, spec.layout.axes)
     else:
-        target = _target(spec.layout, *_check_target(placements, axes))
+        target, units = _target(spec.layout, spec.placements, *_check_target(placements, axes))
     if target.partial:
         for _, op in target.partial:
             check_reducible(forward_dtype or spec.dtype, op)
     dtype = forward_dtype or spec.dtype
     if torch.is_grad_enabled() and (x.requires_grad or has_tangent(x)):
-        return Redistribute.apply(x, target, async_op, dtype, backward_dtype or spec.dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return _redistribute(x, target, async_op, dtype)
+        return Redistribute.apply(x, target, units, async_op, dtype, backward_dtype or spec.dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _redistribute(x, target, units, async_op, dtype)
 
 
 def _check_mesh(x: DTensor, mesh: object) -> None:
@@ -90,14 +101,19 @@ def _check_target(
 
 @lru_cache(maxsize=4096)
 def _target(
-    layout: Layout, placements: tuple[Placement, ...] | None, axes: tuple[tuple[str, Placement], ...]
-) -> Layout:
+    layout: Layout,
+    current: tuple[Placement, ...],
+    placements: tuple[Placement, ...] | None,
+    axes: tuple[tuple[str, Placement], ...],
+) -> tuple[Layout, UnitPlacements]:
+    """The layout and the placements on axes of size 1 that a redistribution asks for."""
     if placements is None:
-        changed = list(layout.placements)
+        changed = list(current)
         for name, placement in axes:
             changed[layout.axes.index(name)] = placement
         placements = tuple(changed)
-    return Layout.of(layout.shape, layout.axes, placements)
+    target = Layout.of(layout.shape, layout.axes, placements)
+    return target, unit_placements(target, placements)
 
 
 def grad_layout(layout: Layout) -> Layout:
@@ -115,7 +131,9 @@ def to_layout(x: DTensor, target: Layout) -> DTensor:
     return new_dtensor(DTensor, local, spec.with_layout(target, contiguous_stride(target.shape)), False)  # type: ignore[no-any-return]
 
 
-def _redistribute(x: DTensor, target: Layout, async_op: bool, dtype: torch.dtype) -> DTensor:
+def _redistribute(
+    x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtype: torch.dtype
+) -> DTensor:
     """A new DTensor in another layout and dtype, beneath autograd."""
     spec = x._spec
     if spec.stride is None:
@@ -124,33 +142,42 @@ def _redistribute(x: DTensor, target: Layout, async_op: bool, dtype: torch.dtype
     if dtype is not spec.dtype:
         local = local.to(dtype)
     if target is spec.layout:
-        return DTensor(local.view_as(local), spec if dtype is spec.dtype else spec.with_dtype(dtype))
+        after = spec if dtype is spec.dtype else spec.with_dtype(dtype)
+        return DTensor(local.view_as(local), after.with_units(units))
     plan = plan_redistribute(spec.layout, target, dtype.itemsize)
-    after = Spec(spec.mesh, target, dtype, spec.shape, contiguous_stride(target.shape))
+    after = Spec(spec.mesh, target, dtype, spec.shape, contiguous_stride(target.shape), units)
     if not async_op or torch.compiler.is_compiling():
         return new_dtensor(DTensor, run(plan, local, spec.mesh), after, False)  # type: ignore[no-any-return]
     block = start(plan, local, spec.mesh)
     return AsyncDTensor(block, after) if isinstance(block, Pending) else DTensor(block, after)
 
 
+@applied_directly
 class Redistribute(torch.autograd.Function):
-    """`apply(x, layout, async_op, forward_dtype, backward_dtype)`."""
+    """`apply(x, layout, placements on axes of size 1, async_op, forward_dtype, backward_dtype)`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: DTensor, target: Layout, async_op: bool, forward: torch.dtype, backward: torch.dtype
+        ctx: Any,
+        x: DTensor,
+        target: Layout,
+        units: UnitPlacements,
+        async_op: bool,
+        forward: torch.dtype,
+        backward: torch.dtype,
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.dtypes = x._spec.layout, x.dtype, (forward, backward)
-        ctx.async_op = async_op
-        return _redistribute(x, target, async_op, forward)
+        ctx.async_op, ctx.units = async_op, without_pending(x._spec.units)
+        return _redistribute(x, target, units, async_op, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         forward, backward = ctx.dtypes
         target = grad_layout(ctx.source)
-        out = Redistribute.apply(densify(grad, target), target, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
-        return (out if out.dtype == ctx.dtype else out.to(ctx.dtype)), None, None, None, None
+        grad = densify(grad, target)
+        out = Redistribute.apply(grad, target, ctx.units, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
+        return (out if out.dtype == ctx.dtype else out.to(ctx.dtype)), None, None, None, None, None
 
 
 def densify(grad: Any, target: Layout) -> Any:

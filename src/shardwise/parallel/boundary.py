@@ -1,0 +1,123 @@
+"""What happens to activations where they enter and leave a module of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.layout import Layout, Placement, Replicate, Shard
+from shardwise.parallel.tree import map_tensors
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.subclass import version
+
+__all__ = ["Boundary", "sharing_inputs"]
+
+Inputs = Literal["keep", "gather", "sequence"]
+Outputs = Literal["keep", "reduce", "gather", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """How the activations of a module are laid out on one axis of the mesh.
+
+    Args:
+        mesh: the mesh of the module's parameters.
+        axis: the index of the axis.
+        inputs: "gather": replicated, and their gradients reduced; "sequence": split along dim 1; "keep": as they come.
+        outputs: "reduce": pending sums are reduced, or scattered if `scatter`; "gather": replicated; "sequence", "keep".
+        scatter: sequence parallelism: outputs are scattered along dim 1 instead of being reduced on each rank.
+    """
+
+    mesh: DeviceMesh
+    axis: int
+    inputs: Inputs = "keep"
+    outputs: Outputs = "keep"
+    scatter: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
+        return self  # a copy of a module is on the same mesh
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the module takes them."""
+        if self.inputs == "keep":
+            return args, kwargs
+        return map_tensors(self._input, (args, kwargs))  # type: ignore[no-any-return]
+
+    def leave(self, result: Any) -> Any:
+        """The results as the rest of the model takes them."""
+        return result if self.outputs == "keep" else map_tensors(self._output, result)
+
+    def _input(self, x: Tensor) -> Tensor:
+        if not self._is_activation(x):
+            return x
+        wanted: Placement = Replicate() if self.inputs == "gather" else Shard(1)
+        if self.inputs == "sequence" and x.dim() < 3:
+            return x
+        return (_shared.get() or _SharedInputs()).get(x, _with_axis(x.sharding, self.axis, wanted))  # type: ignore[arg-type, attr-defined]
+
+    def _output(self, x: Tensor) -> Tensor:
+        if not self._is_activation(x):
+            return x
+        layout: Layout = x.sharding  # type: ignore[attr-defined]
+        if self.outputs == "reduce" and all(a != self.axis for a, _ in layout.partial) and not self.scatter:
+            return x
+        sequence = x.dim() >= 3 and (
+            self.outputs == "sequence" or (self.outputs == "reduce" and self.scatter)
+        )
+        target = _with_axis(layout, self.axis, Shard(1) if sequence else Replicate())
+        return x if target is layout else x.redistribute(placements=target.placements)  # type: ignore[attr-defined]
+
+    def _is_activation(self, x: Tensor) -> bool:
+        """Whether a tensor is a floating-point DTensor on this mesh; indices and masks stay as they are."""
+        return isinstance(x, DTensor) and x.dtype.is_floating_point and x.device_mesh is self.mesh
+
+
+@lru_cache(maxsize=4096)
+def _with_axis(layout: Layout, axis: int, placement: Placement) -> Layout:
+    placements = list(layout.placements)
+    placements[axis] = placement
+    return Layout.of(layout.shape, layout.axes, placements)
+
+
+class _SharedInputs:
+    """The last input that was prepared, so that projections of one tensor prepare it once: q, k and v, gate and up."""
+
+    __slots__ = ("_source", "_state", "_target")
+
+    def __init__(self) -> None:
+        self._source: DTensor | None = None
+        self._target: DTensor | None = None
+        self._state: Any = None
+
+    def get(self, x: DTensor, layout: Layout) -> DTensor:
+        """The tensor in a layout, whose gradient is reduced to the tensor's own layout once for all who take it from here."""
+        differentiable = torch.is_grad_enabled() and x.requires_grad
+        if layout is x.sharding and not differentiable:
+            return x
+        state = (layout, version(x), differentiable)
+        if self._source is x and self._state == state and self._target is not None:
+            return self._target
+        target = x.redistribute(placements=layout.placements)
+        self._source, self._target, self._state = x, target, state
+        return target
+
+
+_shared: ContextVar[_SharedInputs | None] = ContextVar("shardwise_shared_inputs", default=None)
+
+
+@contextmanager
+def sharing_inputs() -> Iterator[None]:
+    """Inside the block, modules that get the same tensor prepare it once."""
+    token = _shared.set(_SharedInputs())
+    try:
+        yield
+    finally:
+        _shared.reset(token)

@@ -1,0 +1,135 @@
+"""Distributing a module: its parameters and buffers, its inputs and outputs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import axes_of, current_mesh
+from shardwise.layout import LayoutError
+from shardwise.parallel.agreement import check_same_structure
+from shardwise.parallel.boundary import Boundary
+from shardwise.parallel.forward import is_parallelized, wrap_method
+from shardwise.parallel.module_tensors import group_ties, slots_of
+from shardwise.parallel.placing import place_tensors, restore_ties
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["distribute_module"]
+
+PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: PartitionFn | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Distribute the parameters and buffers of a module over a mesh, in place.
+
+    Args:
+        module: the module. Tied parameters stay one object, `requires_grad` stays, and attributes such as `in_features`
+            keep their global meaning.
+        device_mesh: the mesh; by default the one of the `with mesh:` around the call.
+        partition_fn: called as `partition_fn(name, submodule, mesh)` for every module in the tree; it may register
+            DTensors as parameters. What it leaves plain is replicated.
+        input_fn: called as `input_fn(module, args, mesh)` before each forward pass; it returns the arguments.
+        output_fn: called as `output_fn(module, outputs, mesh)` after it; it returns the outputs.
+
+    Returns:
+        The module. In its forward pass plain tensors count as replicated.
+
+    Raises:
+        LayoutError: the module is distributed already, a parameter is not on the mesh's device type, or the ranks have
+            modules of different structure.
+
+    The rank with coordinate 0 sends each rank its blocks.
+
+    >>> import torch, shardwise as sw
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     layer = distribute_module(nn.Linear(4, 6), mesh)
+    ...     print(layer.weight.sharding, layer.in_features)
+    [6, 4] 4
+    """
+    mesh = current_mesh(device_mesh, "distribute_module")
+    _check(module, mesh)
+    check_same_structure(module, mesh, "distribute_module")
+    ties = group_ties(slots_of(module))
+    if partition_fn is not None:
+        for name, child in module.named_modules():
+            partition_fn(name, child, mesh)
+        restore_ties(ties)
+    place_tensors(module, mesh, {}, src_data_rank=0)
+    vars(module)["_distribute_module_applied"] = True
+    _register_input_fn(module, mesh, input_fn)
+    _register_output_fn(module, mesh, output_fn)
+    if not is_parallelized(module):
+        wrap_method(module, "forward", Boundary(mesh, 0), plain=False)
+    return module
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    if vars(module).get("_distribute_module_applied", False):
+        raise LayoutError(
+            "distribute_module should only be called once on a module, but it has already been called on this module!",
+            why="Its parameters are distributed and its forward pass has the hooks of the first call.",
+            fix="Give everything in one call, or redistribute single parameters.",
+        )
+    foreign = [s for s in slots_of(module) if s.tensor.device.type not in (mesh.device_type, "meta")]
+    if foreign:
+        names = ", ".join(f"{s.full_name} on {s.tensor.device}" for s in foreign[:4])
+        raise LayoutError(
+            f"distribute_module got {names} for a mesh of {mesh.device_type} devices ({axes_of(mesh)}).",
+            why="Blocks are on the devices of their mesh.",
+            fix=f"module.to({mesh.device_type!r}) first",
+        )
+    others = [s for s in slots_of(module) if isinstance(s.tensor, DTensor) and s.tensor.device_mesh != mesh]
+    if others:
+        raise LayoutError(
+            f"distribute_module got {others[0].full_name}, which is already distributed, over {others[0].tensor.device_mesh}.",  # type: ignore[attr-defined]
+            why=f"A tensor is on one mesh, and this one is ({axes_of(mesh)}).",
+            fix="Distribute it over the same mesh.",
+        )
+
+
+def _register_input_fn(module: nn.Module, mesh: DeviceMesh, fn: Callable[..., Any] | None) -> None:
+    if fn is None:
+        return
+    if _count_arguments(fn, "input_fn") == 2:
+        module.register_forward_pre_hook(lambda _, args: fn(args, mesh))
+    else:
+        module.register_forward_pre_hook(lambda m, args: fn(m, args, mesh))
+
+
+def _register_output_fn(module: nn.Module, mesh: DeviceMesh, fn: Callable[..., Any] | None) -> None:
+    if fn is None:
+        return
+    if _count_arguments(fn, "output_fn") == 2:
+        module.register_forward_hook(lambda m, args, out: fn(out, mesh))
+    else:
+        module.register_forward_hook(lambda m, args, out: fn(m, out, mesh))
+
+
+def _count_arguments(fn: Callable[..., Any], name: str) -> int:
+    count = len(inspect.signature(fn).parameters)
+    if count == 2:
+        warnings.warn(
+            f"Deprecating {name} that takes two arguments ({'inputs' if name == 'input_fn' else 'outputs'}, device_mesh), "
+            f"please use {name} that takes in (module, {'inputs' if name == 'input_fn' else 'outputs'}, device_mesh) instead!",
+            FutureWarning,
+            stacklevel=4,
+        )
+    elif count != 3:
+        raise ValueError(
+            f"{name} should take in 3 arguments, but got {count} arguments!\n"
+            "  why: It is called with the module, its inputs or outputs, and the mesh.\n"
+            f"  fix: def {name}(module, values, device_mesh): ..."
+        )
+    return count

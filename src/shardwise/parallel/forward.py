@@ -1,0 +1,111 @@
+"""The forward pass of a parallelized module: plain tensors count as replicated, and plain inputs give plain outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import PerRank, is_simulated
+from shardwise.parallel.agreement import check_plain_parameters
+from shardwise.parallel.boundary import Boundary, sharing_inputs
+from shardwise.parallel.gradients import watch_gradients
+from shardwise.parallel.plain import differentiable_input, to_plain
+from shardwise.parallel.tree import map_tensors, tensors_in
+from shardwise.plan.settings import current_settings, override_settings
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.autograd import in_backward
+
+__all__ = ["boundary_of", "is_parallelized", "wrap_method"]
+
+_BOUNDARY = "_shardwise_boundary"
+_inside: ContextVar[bool] = ContextVar("shardwise_inside_parallelized_module", default=False)
+
+
+def boundary_of(module: nn.Module) -> Boundary | None:
+    """The boundary of a module that was parallelized by a plan of strings."""
+    return vars(module).get(_BOUNDARY)
+
+
+def is_parallelized(module: nn.Module) -> bool:
+    """Whether a module was parallelized by a plan of strings, as a root or inside one."""
+    return _BOUNDARY in vars(module)
+
+
+def wrap_method(
+    module: nn.Module, name: str, boundary: Boundary | None = None, *, plain: bool = True
+) -> None:
+    """Replace a method of a module by one that takes plain tensors inside it as replicated.
+
+    Args:
+        module: the module, of which copies keep the method.
+        name: the method: `forward`, or another that calls it.
+        boundary: what happens to its inputs and outputs; only scope if None.
+        plain: if it is called from outside and without DTensors, return plain tensors.
+    """
+    own = vars(module).get(name)
+    if own is None or (isinstance(own, MethodType) and own.__self__ is module):
+        original = getattr(type(module), name) if own is None else own.__func__
+    else:
+        original = functools.wraps(own)(lambda self, *args, **kwargs: own(*args, **kwargs))
+    if boundary is not None:
+        vars(module)[_BOUNDARY] = boundary
+    # bound, so that a deep copy of the module binds its copy
+    vars(module)[name] = MethodType(_wrapped(original, boundary, plain), module)
+
+
+def _wrapped(original: Callable[..., Any], boundary: Boundary | None, plain: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _inside.get():
+            return _from_outside(method, self, boundary, plain, args, kwargs)
+        if boundary is None:
+            return original(self, *args, **kwargs)
+        args, kwargs = boundary.enter(args, kwargs)
+        return boundary.leave(original(self, *args, **kwargs))
+
+    return method
+
+
+def _from_outside(
+    method: Callable[..., Any],
+    module: nn.Module,
+    boundary: Boundary | None,
+    plain: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a method of a parallelized module from code that is not in one."""
+    with _scope():
+        if in_backward():  # a checkpointed part of the forward pass runs again
+            return method(module, *args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        mesh = None if boundary is None else boundary.mesh
+        if mesh is not None:
+            check_plain_parameters(module, mesh)
+            if torch.is_grad_enabled():
+                watch_gradients(module)
+            args, kwargs = map_tensors(lambda t: differentiable_input(t, mesh), (args, kwargs))
+        result = method(module, *args, **kwargs)
+        if not plain or any(isinstance(t, DTensor) for t in given):
+            return result
+        per_rank = any(isinstance(t, PerRank) for t in given)
+        return map_tensors(lambda t: to_plain(t, per_rank=per_rank), result)
+
+
+@contextmanager
+def _scope() -> Iterator[None]:
+    """Inside the block plain tensors count as replicated; a simulation and `policy(plain="check")` compare them."""
+    compare = is_simulated() or current_settings().plain == "check"
+    token = _inside.set(True)
+    try:
+        with override_settings(plain="check" if compare else "replicate"), sharing_inputs():
+            yield
+    finally:
+        _inside.reset(token)

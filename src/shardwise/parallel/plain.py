@@ -1,0 +1,64 @@
+"""Plain tensors at the border of a parallelized module: what goes in counts as replicated, what comes out is full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import PerRank, is_simulated
+from shardwise.layout import Replicate
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["differentiable_input", "to_plain"]
+
+
+def differentiable_input(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain input whose gradient is wanted, replicated, so that its gradient is plain as well."""
+    if isinstance(t, DTensor) or not (t.requires_grad and torch.is_grad_enabled()):
+        return t
+    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
+
+
+def to_plain(t: Tensor, *, per_rank: bool = False) -> Tensor:
+    """A tensor as code outside of a module takes it: the full one on each rank; in a simulation one for all of them.
+
+    Args:
+        t: a DTensor, or a tensor that is returned as it is.
+        per_rank: in a simulation, return the tensors of all ranks, which may differ.
+    """
+    if not isinstance(t, DTensor):
+        return t
+    if per_rank or not is_simulated():
+        return t.full_tensor()
+    full = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+    return _ToPlain.apply(full)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ToPlain(torch.autograd.Function):
+    """In a simulation: a replicated DTensor as one plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.mesh = x.device_mesh
+        block = x._local_tensor
+        first, *others = block.ranks if isinstance(block, PerRank) else (block,)
+        if any(not _same_values(first, other) for other in others):
+            raise RuntimeError(
+                f"A replicated output of shape {tuple(x.shape)} differs between the simulated ranks.\n"
+                "  why: The module computed it from plain tensors or blocks that differ between ranks.\n"
+                "  fix: Pass what differs between ranks as a DTensor."
+            )
+        return first.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return DTensor.from_local(grads[0], ctx.mesh, [Replicate()] * ctx.mesh.ndim)
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())

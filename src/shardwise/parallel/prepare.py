@@ -1,0 +1,215 @@
+"""Styles that convert the inputs and outputs of a module and leave its parameters alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.layout import LayoutError, Placement
+from shardwise.parallel.parallel_style import ParallelStyle, distributed, placements_tuple
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+
+Layouts = Placement | Sequence[Placement | None] | None
+
+
+def _check_lengths(name: str, declared: Sequence[Any], wanted: Sequence[Any]) -> None:
+    if len(declared) != len(wanted):
+        raise LayoutError(
+            f"{name} and desired_{name} should have same length! They have {len(declared)} and {len(wanted)} entries.",
+            why="Each layout has the layout that it is converted to.",
+            fix="Use None for values that are not converted.",
+        )
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Convert the inputs of a module: plain tensors become DTensors, which are redistributed.
+
+    Args:
+        input_layouts: the placement of each positional input that is a plain tensor; None for values to leave alone.
+        desired_input_layouts: the placement that each of them is redistributed to.
+        input_kwarg_layouts: the same for keyword arguments, by name.
+        desired_input_kwarg_layouts: the placements that they are redistributed to.
+        use_local_output: pass the block of this rank to the module instead of a DTensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = None if input_layouts is None else placements_tuple(input_layouts)
+        self.desired_input_layouts = (
+            None if desired_input_layouts is None else placements_tuple(desired_input_layouts)
+        )
+        self.use_local_output = use_local_output
+        if self.input_layouts is not None:
+            if self.desired_input_layouts is None:
+                raise LayoutError(
+                    "desired module inputs should not be None!",
+                    why="input_layouts were given without the layouts to convert them to.",
+                    fix="PrepareModuleInput(input_layouts=..., desired_input_layouts=...)",
+                )
+            _check_lengths("input_layouts", self.input_layouts, self.desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.with_kwargs = input_kwarg_layouts is not None
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise LayoutError(
+                f"input_kwarg_layouts has {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
+                f"{sorted(self.desired_input_kwarg_layouts)}.",
+                why="Each layout has the layout that it is converted to.",
+                fix="Give both for the same names.",
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleInput(input_layouts={self.input_layouts}, desired_input_layouts={self.desired_input_layouts}, "
+            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, use_local_output={self.use_local_output})"
+        )
+
+    def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
+        parameters = inspect.signature(module.forward).parameters
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            return []
+        return [
+            f"PrepareModuleInput: {type(module).__name__}.forward has no argument {name!r}; it has {', '.join(parameters)}"
+            for name in self.input_kwarg_layouts
+            if name not in parameters
+        ]
+
+    def _convert(self, x: Any, declared: Any, wanted: Any, mesh: DeviceMesh) -> Any:
+        if declared is None or not isinstance(x, Tensor):
+            return x
+        out = distributed(x, mesh, declared, declared if wanted is None else wanted)
+        return out.to_local() if self.use_local_output else out
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if self.input_layouts is not None and self.desired_input_layouts is not None:
+                _check_count(
+                    "module inputs and input_layouts should have same length!", args, self.input_layouts
+                )
+                pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
+                args = tuple(self._convert(x, a, b, device_mesh) for x, a, b in pairs)
+            changed = {
+                name: self._convert(
+                    kwargs[name], declared, self.desired_input_kwarg_layouts[name], device_mesh
+                )
+                for name, declared in self.input_kwarg_layouts.items()
+                if name in kwargs
+            }
+            return args, kwargs | changed
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+def _check_count(what: str, values: Sequence[Any], layouts: Sequence[Any]) -> None:
+    if len(values) != len(layouts):
+        raise LayoutError(
+            f"{what} There are {len(values)} and {len(layouts)}.",
+            why="Each value has its own layout, or None if it is not converted.",
+            fix=f"Pass {len(values)} layouts; values that are passed by name are not among them.",
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Convert the outputs of a module: plain tensors become DTensors, which are redistributed.
+
+    Args:
+        output_layouts: the placement of each output that is a plain tensor; None for values to leave alone.
+        desired_output_layouts: the placement that each of them is redistributed to.
+        use_local_output: return the block of this rank instead of a DTensor.
+    """
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        self.output_layouts = placements_tuple(output_layouts)
+        self.desired_output_layouts = placements_tuple(desired_output_layouts)
+        self.use_local_output = use_local_output
+        _check_lengths("output_layouts", self.output_layouts, self.desired_output_layouts)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
+            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+    def _convert(self, x: Any, declared: Any, wanted: Any, mesh: DeviceMesh) -> Any:
+        if declared is None or not isinstance(x, Tensor):
+            return x
+        out: DTensor = distributed(x, mesh, declared, declared if wanted is None else wanted)
+        return out.to_local() if self.use_local_output else out
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            outs = out if isinstance(out, tuple) else (out,)
+            _check_count(
+                "module outputs and output_layouts should have same length!", outs, self.output_layouts
+            )
+            pairs = zip(outs, self.output_layouts, self.desired_output_layouts, strict=True)
+            converted = tuple(self._convert(x, a, b, device_mesh) for x, a, b in pairs)
+            return converted if isinstance(out, tuple) else converted[0]
+
+        module.register_forward_hook(leave)
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """Convert the inputs and the outputs of a module: `PrepareModuleInput` and `PrepareModuleOutput` in one.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see `PrepareModuleInput`.
+        use_local_input: pass the block of this rank to the module instead of a DTensor.
+        output_layouts, desired_output_layouts, use_local_output: see `PrepareModuleOutput`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.use_local_output = use_local_output
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input}, {self.prepare_module_output})"
+
+    def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
+        return self.prepare_module_input._problems(module, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)

@@ -1,0 +1,79 @@
+"""parallelize_module with plans of strings and of styles against the dense module."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import ColwiseParallel, PlanError, RowwiseParallel, parallelize_module
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)).double()
+
+
+def test_an_mlp_by_names_takes_one_all_reduce_each_way():
+    dense, x = mlp(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    want = dense(x)
+    want.square().sum().backward()
+    wanted, x.grad = x.grad, None
+    with sw.simulate(3):
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        m = parallelize_module(copy.deepcopy(dense), mesh, {"0": "colwise", "2": "rowwise"})
+        with CommDebugMode() as forward:
+            got = m(x)
+        assert type(got) is torch.Tensor
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        with CommDebugMode() as backward:
+            got.square().sum().backward()
+        assert (forward.get_total_counts(), backward.get_total_counts()) == (1, 1)
+        assert type(x.grad) is torch.Tensor
+        torch.testing.assert_close(x.grad, wanted, rtol=1e-9, atol=1e-9)
+        for p, q in zip(m.parameters(), copy.deepcopy(dense).parameters(), strict=True):
+            assert p.grad.sharding is p.sharding
+            assert p.shape == q.shape
+
+
+def test_a_key_that_matches_nothing_lists_near_misses_and_changes_nothing():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        m = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with pytest.raises(PlanError, match="2 problems") as error:
+            parallelize_module(m, mesh, {"model.0": "colwise", "1": "colwse"})
+        assert "'model.0' matches no module or parameter; near misses: 0" in str(error.value)
+        assert "unknown style 'colwse'; did you mean colwise" in str(error.value)
+        assert not any(isinstance(p, sw.DTensor) for p in m.parameters())
+
+
+def test_styles_pass_blocks_between_modules():
+    dense, x = mlp(), torch.randn(3, 6, dtype=torch.float64)
+    with sw.simulate(3):
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        m = parallelize_module(copy.deepcopy(dense), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for got in m(x).ranks:
+            torch.testing.assert_close(got, dense(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [sw.materialize, lambda m: m.to_empty(device="cpu"), lambda m: m.double(), copy.deepcopy, lambda m: m],
+    ids=["materialize", "to_empty", "double", "deepcopy", "nothing"],
+)
+def test_gradients_arrive_reduced_however_parameters_were_replaced(change):
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        device = "meta" if change is sw.materialize else "cpu"
+        model = nn.Sequential(nn.Linear(4, 6, device=device), nn.Linear(6, 4, device=device))
+        parallelize_module(model, mesh, {"0": "colwise", "1": "rowwise"})
+        model = change(model)
+        model = change(model)
+        dtype = model[0].weight.dtype
+        x = sw.distribute_tensor(torch.randn(6, 4, dtype=dtype), mesh, [sw.Shard(0), sw.Replicate()])
+        for _ in range(2):
+            model(x).sum().backward()
+        for p in model.parameters():
+            assert p.grad.sharding is p.sharding
