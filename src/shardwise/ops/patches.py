@@ -20,6 +20,7 @@ from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
+from shardwise.ops.traced_constants import tracing_patches
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.patches import (
     KernelPatch,
@@ -73,6 +74,7 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
     *inner_plain_patches(),
     *prod_patches(),
     *sparse_patches(),
+    *tracing_patches(),
 )
 
 
