@@ -21,6 +21,7 @@ from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.memory_patches import memory_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
+from shardwise.ops.traced_constants import tracing_patches
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.patches import (
     KernelPatch,
@@ -75,6 +76,7 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
     *memory_patches(),
     *prod_patches(),
     *sparse_patches(),
+    *tracing_patches(),
 )
 
 
