@@ -11,17 +11,23 @@ from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
-from shardwise.call.meta import infer_outputs
+from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
 from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
+from shardwise.call.own_strides import with_own_strides
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
 from shardwise.call.strides import match_strides
-from shardwise.call.submesh import common_submesh, run_on_submesh
+from shardwise.call.submesh import (
+    common_submesh,
+    mesh_beside_numbers,
+    run_beside_numbers,
+    run_on_submesh,
+)
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
 from shardwise.call.view_scatter import COMPUTED
@@ -62,8 +68,17 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("optimizer", lambda a, k: run_fused(func, a, k))
     if (mesh := common_submesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
+    if (values_on := mesh_beside_numbers(call)) is not None:
+        return Route("sub-mesh", lambda a, k: run_beside_numbers(func, values_on, a, k))
     if func is aten.is_same_size.default:
         return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
+    if (
+        func is aten._has_same_storage_numel.default
+    ):  # forward-mode derivatives ask it of a tensor and its tangent
+        return Route("request", lambda a, k: _extent(a[0]) == _extent(a[1]), ())
+    if info.name.startswith("prims.") and all(t.device.type == "meta" for t in call.tensors):
+        # the meta kernels of ops, which torch calls for zero tangents: only the global shapes matter
+        return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
     check_operands(call)
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
@@ -91,6 +106,13 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The same block, which has no graph, and not another tensor of its memory: the two would have versions of their own."""
     return new_dtensor(DTensor, args[0]._local_tensor, args[0]._spec, False)  # type: ignore[no-any-return]
+
+
+def _extent(x: torch.Tensor) -> int:
+    """The number of elements of memory from the first element of a tensor to its last."""
+    return (
+        1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    )
 
 
 def _is_identity(call: OpCall) -> bool:
@@ -182,7 +204,8 @@ def _fallback_route(call: OpCall) -> Route:
         results = tuple(
             replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs
         )
-    return Route("fallback", lambda a, k: run_on_full(func, a, k), tuple(call.replication_plans), results)
+    run = with_own_strides(call, lambda a, k: run_on_full(func, a, k))
+    return Route("fallback", run, tuple(call.replication_plans), results)
 
 
 def _alternative_route(call: OpCall, resolution: Resolution | None, find_route: FindRoute) -> Route | None:
@@ -224,7 +247,7 @@ def _program_route(
         with communication(func, plans):
             return program(*args, **kwargs)
 
-    return Route(kind, run, plans, _results(call, specs))
+    return Route(kind, with_own_strides(call, run), plans, _results(call, specs))
 
 
 def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -204,6 +204,24 @@ def without_dispatch() -> AbstractContextManager[Any]:
     return no_dispatch()
 
 
+@cache
+def records_views(func: Any) -> bool:
+    """Whether torch records a view or an in-place op itself, before the op reaches `__torch_dispatch__`.
+
+    >>> records_views(torch.ops.aten.view.default), records_views(torch.ops.aten.movedim.int)
+    (True, False)
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+
+
+def tracking_views() -> AbstractContextManager[Any]:
+    """Inside, views and in-place ops are recorded as such, which the ops that `__torch_dispatch__` calls are not otherwise.
+
+    Inference mode passes composite ops on whole, before the ops that they consist of are recorded.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
 def below_autograd() -> AbstractContextManager[Any]:
     """Inside, ops run beneath autograd although gradients are enabled.
 
@@ -213,32 +231,3 @@ def below_autograd() -> AbstractContextManager[Any]:
     True
     """
     return torch._C._AutoDispatchBelowAutograd()
-
-
-@lru_cache(maxsize=4096)
-def records_views(func: Any) -> bool:
-    """Whether torch records the views and versions of an op's results above `__torch_dispatch__`, in inference mode, too.
-
-    >>> records_views(torch.ops.aten.narrow.default), records_views(torch.ops.aten.view_as.default)
-    (True, False)
-    """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
-
-
-@contextmanager
-def tracking_views() -> Iterator[None]:
-    """Inside `__torch_dispatch__`, let ops record views and versions, as they do when they are called outside.
-
-    In inference mode a composite op comes to `__torch_dispatch__` as a whole, above the code that records them.
-
-    >>> x = torch.ones(2)
-    >>> with torch.inference_mode(), tracking_views():
-    ...     x.view(2)._is_view()
-    True
-    """
-    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded("ADInplaceOrView")
-    torch._C._dispatch_tls_set_dispatch_key_excluded("ADInplaceOrView", False)
-    try:
-        yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded("ADInplaceOrView", is_excluded)
