@@ -100,7 +100,9 @@ def test_activation_checkpointing_gathers_no_more_than_without(reentrant, shard)
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert not any(g.gathered.are_wanted for g in groups(model))
         gathers = sum(e.step == "all-gather" for e in ledger.entries)
-        if shard is shard_each or not reentrant:  # a reentrant checkpoint is a backward pass of its own, and reduces
+        if (
+            shard is shard_each or not reentrant
+        ):  # a reentrant checkpoint is a backward pass of its own, and reduces
             assert gathers == (5 if shard is shard_each else 1)
 
 
