@@ -38,6 +38,7 @@ class Group:
         name: the name of the module in messages.
         slots: the parameters.
         mesh: the mesh of the collectives.
+        is_moved: whether a parameter is computed with in another layout than it is stored in.
         buckets: the slots whose gradients are reduced together, in the order in which they are expected.
         sync: whether gradients are reduced; if not, they are accumulated on each rank.
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
@@ -52,6 +53,7 @@ class Group:
         self.mesh: DeviceMesh = common_mesh([slot.layout.mesh for slot in slots])
         for slot in slots:
             slot.use_mesh(self.mesh)
+        self.is_moved = any(slot.is_moved for slot in slots)
         self.buckets = _buckets(slots, bucket_bytes)
         self.sync = self.reshard_after_backward = True
         self.reduce_unused = False
@@ -67,6 +69,7 @@ class Group:
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
+        self._needed_in: Backward | None = None
         self.is_pinned = False  # by unshard(), until reshard()
         self.backward_order: Order[Group] | None = None
 
@@ -83,11 +86,6 @@ class Group:
         return out
 
     # ---- gathering
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether a parameter is computed with in another layout than it is stored in."""
-        return any(slot.is_moved for slot in self.slots)
 
     def gather_plan(self) -> GroupedPlan:
         """The plan that gathers the parameters."""
@@ -126,7 +124,7 @@ class Group:
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
         """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
         block = self._gather_in_backward()[slot]
-        if self.gathered.stamp != stamp:
+        if self.gathered.stamp is not stamp and self.gathered.stamp != stamp:
             raise RuntimeError(
                 f"A parameter of {self.name} needed for gradient computation has been modified by an inplace operation.\n"
                 "  why: The parameters were written to between the forward and the backward pass.\n"
@@ -138,6 +136,9 @@ class Group:
         backward = current_backward_pass()
         if backward is None or self.backward_order is None:
             return self.gather()
+        if self._needed_in is backward and self.gathered.are_here:  # and compared with the parameters
+            return self.gathered.blocks
+        self._needed_in = backward
         self._take_part(backward)
         backward.begin_order(self.backward_order)
         return self.gather_in_order(self.backward_order, "backward")
@@ -301,6 +302,7 @@ class Group:
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
+        self._needed_in = None
         if self._recomputes:
             self._restore()
         if self.reshard_after_backward and not self.is_pinned:
@@ -311,7 +313,7 @@ class Group:
         """Drop everything that belongs to passes: gathered blocks and gradients that are not reduced."""
         self._accumulated.clear()
         self.reduction.forget()
-        self._depth = 0
+        self._depth, self._needed_in = 0, None
         if not self.is_pinned:
             self._restore()
             self._tensors = None
