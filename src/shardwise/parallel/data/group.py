@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.parallel.data.connect import connected_tensors
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
@@ -22,7 +22,7 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks
-from shardwise.torch_internals.autograd import in_backward, run_at_the_end, run_when_ready
+from shardwise.torch_internals.autograd import in_backward
 
 __all__ = ["Group", "forget_interrupted_passes"]
 
@@ -223,14 +223,7 @@ class Group:
         for bucket in self.buckets:
             trained = [i for i in bucket if self.slots[i].param.requires_grad]
             if trained and torch.is_grad_enabled():
-                stored = _Accumulate.apply(*(self.slots[i].param for i in trained))  # type: ignore[no-untyped-call]
-                run_at_the_end(stored[0])
-                raw = list(_Unshard.apply(self, tuple(trained), whole, tuple(blocks), *stored))  # type: ignore[no-untyped-call]
-                run_when_ready(raw[0])
-                for i in trained:
-                    count = len(self.slots[i].raw(blocks[i], whole))
-                    out[i] = self.slots[i].joined(raw[:count])
-                    del raw[:count]
+                out |= connected_tensors({i: self.slots[i] for i in trained}, blocks, whole, self.reduce)
         for i, slot in enumerate(self.slots):
             if i not in out:
                 out[i] = slot.joined(slot.raw(blocks[i], whole))
@@ -355,48 +348,3 @@ def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
         out[-1].append(i)
         size += nbytes
     return out
-
-
-class _Accumulate(torch.autograd.Function):
-    """`apply(*stored parameters)`: the same tensors. Its backward waits for gradients that are being reduced.
-
-    It runs when the rest of the backward pass has run, so that the reductions overlap with it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *params: DTensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(DTensor(p._local_tensor, p._spec) for p in params)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return tuple(None if g is None else DTensor(g._local_tensor, g._spec) for g in grads)
-
-
-class _Unshard(torch.autograd.Function):
-    """`apply(group, slots, on the whole mesh, gathered blocks, *stored parameters)`: the tensors to compute with."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        slots: tuple[int, ...],
-        whole: bool,
-        blocks: Sequence[Tensor],
-        *stored: DTensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.slots = group, slots
-        ctx.set_materialize_grads(False)
-        raw = [group.slots[i].raw(blocks[i], whole) for i in slots]
-        ctx.counts = [len(some) for some in raw]
-        return tuple(t for some in raw for t in some)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        rest = iter(grads)
-        found: dict[int, Tensor | None] = {}
-        for i, count in zip(ctx.slots, ctx.counts, strict=True):
-            found[i] = ctx.group.slots[i].joined_grads([next(rest) for _ in range(count)])
-        return (None, None, None, None, *ctx.group.reduce(found))
