@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder whose embedding and head share their weight."""
 
-    def __init__(self, vocabulary: int = 11, length: int = 6, dim: int = 8, heads: int = 2, layers: int = 1) -> None:
+    def __init__(
+        self, vocabulary: int = 11, length: int = 6, dim: int = 8, heads: int = 2, layers: int = 1
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, dim)
         self.positions = nn.Parameter(torch.zeros(length, dim))
@@ -123,13 +126,15 @@ class GraphLayer(nn.Module):
     def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
         messages = self.message(torch.cat([x[source], x[target]], dim=-1)).relu()
         received = torch.zeros_like(x).index_add(0, target, messages)
-        degree = torch.zeros_like(x).scatter_add(0, target[:, None].expand_as(messages), torch.ones_like(messages))
+        degree = torch.zeros_like(x).scatter_add(
+            0, target[:, None].expand_as(messages), torch.ones_like(messages)
+        )
         return self.update(torch.cat([x, received / degree.clamp(min=1)], dim=-1))
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
     """Linear layers with tanh between them."""
     layers: list[Any] = []
-    for a, b in zip(sizes[:-1], sizes[1:], strict=True):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])

@@ -64,7 +64,9 @@ def tagger(world: World) -> dict[str, Any]:
         optimizer.zero_grad()
         for batch in (tokens[:4], tokens[4:]):
             logits = model(world.data(batch))
-            loss = functional.cross_entropy(logits.flatten(0, 1), world.data(batch % 3).flatten(), ignore_index=2)
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), world.data(batch % 3).flatten(), ignore_index=2
+            )
             (loss / 2).backward()
         optimizer.step()
     return {"loss": loss} | state(model)
@@ -138,7 +140,12 @@ def k_means(world: World) -> dict[str, Any]:
         count = members.sum(0)[:, None]
         centers = torch.where(count > 0, members.T @ points / count.clamp(min=1), centers)
     inertia = (points - centers[nearest]).pow(2).sum()
-    return {"centers": centers, "nearest": nearest, "inertia": inertia, "sizes": torch.bincount(nearest, minlength=3)}
+    return {
+        "centers": centers,
+        "nearest": nearest,
+        "inertia": inertia,
+        "sizes": torch.bincount(nearest, minlength=3),
+    }
 
 
 def fft_filter(world: World) -> dict[str, Any]:
@@ -182,7 +189,9 @@ def moving_average(world: World) -> dict[str, Any]:
     """An exponential moving average of the parameters, by hand and by torch's AveragedModel."""
     model = world.model(initialized(perceptron(4, 5, 2)))
     shadow = copy.deepcopy(model).requires_grad_(False)
-    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = world.data(randn(6, 4))
     for _ in range(3):
