@@ -142,6 +142,8 @@ _LATER = ("0.5", "2", "-1", "0.25", "1")
 def fill_pattern(d: Drawing, pattern: str, x: str) -> str | None:
     """A pattern with its placeholders filled; None if the tensor has no dim of the needed kind."""
     t = d[x]
+    if ("{ix" in pattern and not t.numel()) or (".data" in pattern and t.is_inference()):
+        return None  # torch takes any index then; `data` of a subclass is an inference tensor, that of a plain one is not
     values: dict[str, object] = {
         "x": x,
         "v": d.rng.choice(_LATER if t.is_floating_point() else ("2", "-1", "1")),
