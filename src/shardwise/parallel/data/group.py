@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import on_mesh
+from shardwise.layout import block_shape
+from shardwise.parallel.data.connect import connected_tensors
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
@@ -22,7 +24,7 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks
-from shardwise.torch_internals.autograd import in_backward, run_at_the_end, run_when_ready
+from shardwise.torch_internals.autograd import in_backward
 
 __all__ = ["Group", "forget_interrupted_passes"]
 
@@ -38,6 +40,7 @@ class Group:
         name: the name of the module in messages.
         slots: the parameters.
         mesh: the mesh of the collectives.
+        is_moved: whether a parameter is computed with in another layout than it is stored in.
         buckets: the slots whose gradients are reduced together, in the order in which they are expected.
         sync: whether gradients are reduced; if not, they are accumulated on each rank.
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
@@ -52,6 +55,7 @@ class Group:
         self.mesh: DeviceMesh = common_mesh([slot.layout.mesh for slot in slots])
         for slot in slots:
             slot.use_mesh(self.mesh)
+        self.is_moved = any(slot.is_moved for slot in slots)
         self.buckets = _buckets(slots, bucket_bytes)
         self.sync = self.reshard_after_backward = True
         self.reduce_unused = False
@@ -67,6 +71,7 @@ class Group:
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
+        self._needed_in: Backward | None = None
         self.is_pinned = False  # by unshard(), until reshard()
         self.backward_order: Order[Group] | None = None
 
@@ -83,11 +88,6 @@ class Group:
         return out
 
     # ---- gathering
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether a parameter is computed with in another layout than it is stored in."""
-        return any(slot.is_moved for slot in self.slots)
 
     def gather_plan(self) -> GroupedPlan:
         """The plan that gathers the parameters."""
@@ -126,7 +126,7 @@ class Group:
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
         """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
         block = self._gather_in_backward()[slot]
-        if self.gathered.stamp != stamp:
+        if self.gathered.stamp is not stamp and self.gathered.stamp != stamp:
             raise RuntimeError(
                 f"A parameter of {self.name} needed for gradient computation has been modified by an inplace operation.\n"
                 "  why: The parameters were written to between the forward and the backward pass.\n"
@@ -138,6 +138,9 @@ class Group:
         backward = current_backward_pass()
         if backward is None or self.backward_order is None:
             return self.gather()
+        if self._needed_in is backward and self.gathered.are_here:  # and compared with the parameters
+            return self.gathered.blocks
+        self._needed_in = backward
         self._take_part(backward)
         backward.begin_order(self.backward_order)
         return self.gather_in_order(self.backward_order, "backward")
@@ -222,14 +225,7 @@ class Group:
         for bucket in self.buckets:
             trained = [i for i in bucket if self.slots[i].param.requires_grad]
             if trained and torch.is_grad_enabled():
-                stored = _Accumulate.apply(*(self.slots[i].param for i in trained))  # type: ignore[no-untyped-call]
-                run_at_the_end(stored[0])
-                raw = list(_Unshard.apply(self, tuple(trained), whole, tuple(blocks), *stored))  # type: ignore[no-untyped-call]
-                run_when_ready(raw[0])
-                for i in trained:
-                    count = len(self.slots[i].raw(blocks[i], whole))
-                    out[i] = self.slots[i].joined(raw[:count])
-                    del raw[:count]
+                out |= connected_tensors({i: self.slots[i] for i in trained}, blocks, whole, self.reduce)
         for i, slot in enumerate(self.slots):
             if i not in out:
                 out[i] = slot.joined(slot.raw(blocks[i], whole))
@@ -264,7 +260,7 @@ class Group:
         given = {i: self._accumulated.pop(i) for i in grads if i in self._accumulated}
         if self.reduce_unused:
             given |= {i: self._zero(i) for i in grads if i not in given}
-        found = self._start_reduction(given)
+        found = self._start_reduction(list(grads), given)
         return [found.get(i) for i in grads]
 
     def _accumulate(self, i: int, grad: Tensor) -> None:
@@ -277,16 +273,21 @@ class Group:
         self._accumulated[i] = grad
 
     def _zero(self, i: int) -> Tensor:
-        slot = self.slots[i]
-        block = torch.zeros_like(self.gather()[i])
-        return slot.joined(slot.raw(block, on_whole_mesh=False))
+        """A gradient of zero. Nothing is gathered for it: the ranks that have a gradient would not take part."""
+        slot, whole = self.slots[i], self._pass is not None and self._pass.on_whole_mesh
+        dtype, device = compute_dtype(slot, self.policy.param_dtype), self.mesh.device_type
+        block = on_mesh(
+            self.mesh, lambda c: torch.zeros(block_shape(slot.computed, c), dtype=dtype, device=device)
+        )
+        return slot.joined(slot.raw(block, whole))
 
-    def _start_reduction(self, given: dict[int, Tensor]) -> dict[int, DTensor]:
-        if not given and not self.reduction.keeps:
+    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> dict[int, DTensor]:
+        """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
+        if not given and not any(i in slots for i in self.reduction.keeps):
             return {}
         while len(_reductions) >= _MOST_REDUCTIONS:
             _reductions.pop(0).wait()
-        found, pending = self.reduction.start(dict(enumerate(self.slots)), given)
+        found, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
         if pending is not None and not pending.is_complete:
             _reductions.append(pending)
         return found
@@ -295,12 +296,13 @@ class Group:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""
         if self.sync and (self._accumulated or (self.reduction.all_reduce and self.reduction.keeps)):
             given, self._accumulated = self._accumulated, {}
-            for i, grad in self._start_reduction(given).items():
+            for i, grad in self._start_reduction(range(len(self.slots)), given).items():
                 param, block = self.slots[i].param, DTensor(grad._local_tensor, grad._spec)
                 param.grad = block if param.grad is None else param.grad + block
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
+        self._needed_in = None
         if self._recomputes:
             self._restore()
         if self.reshard_after_backward and not self.is_pinned:
@@ -311,7 +313,7 @@ class Group:
         """Drop everything that belongs to passes: gathered blocks and gradients that are not reduced."""
         self._accumulated.clear()
         self.reduction.forget()
-        self._depth = 0
+        self._depth, self._needed_in = 0, None
         if not self.is_pinned:
             self._restore()
             self._tensors = None
@@ -353,48 +355,3 @@ def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
         out[-1].append(i)
         size += nbytes
     return out
-
-
-class _Accumulate(torch.autograd.Function):
-    """`apply(*stored parameters)`: the same tensors. Its backward waits for gradients that are being reduced.
-
-    It runs when the rest of the backward pass has run, so that the reductions overlap with it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *params: DTensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(DTensor(p._local_tensor, p._spec) for p in params)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return tuple(None if g is None else DTensor(g._local_tensor, g._spec) for g in grads)
-
-
-class _Unshard(torch.autograd.Function):
-    """`apply(group, slots, on the whole mesh, gathered blocks, *stored parameters)`: the tensors to compute with."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        slots: tuple[int, ...],
-        whole: bool,
-        blocks: Sequence[Tensor],
-        *stored: DTensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.slots = group, slots
-        ctx.set_materialize_grads(False)
-        raw = [group.slots[i].raw(blocks[i], whole) for i in slots]
-        ctx.counts = [len(some) for some in raw]
-        return tuple(t for some in raw for t in some)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        rest = iter(grads)
-        found: dict[int, Tensor | None] = {}
-        for i, count in zip(ctx.slots, ctx.counts, strict=True):
-            found[i] = ctx.group.slots[i].joined_grads([next(rest) for _ in range(count)])
-        return (None, None, None, None, *ctx.group.reduce(found))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Pending
-from shardwise.layout import Layout, Spec, contiguous_stride
+from shardwise.layout import Layout
 from shardwise.parallel.data.layouts import lifted
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
@@ -18,21 +18,15 @@ from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
 
-__all__ = ["Reduction", "pending_gradient", "reduction_plan"]
+__all__ = ["Reduction", "reduction_plan"]
 
 
 def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
     """The plan that reduces gradients which are computed from each rank's own data."""
     return plan_redistribute_many(
-        Item(pending_gradient(slot, slot.computed, "avg"), slot.stored, dtype)
+        Item(slot.pending_gradient(slot.computed, "avg"), slot.stored, dtype)
         for slot, dtype in zip(slots, dtypes, strict=True)
     )
-
-
-def pending_gradient(slot: Slot, layout: Layout, op: str) -> Layout:
-    """The layout, on the group's mesh, of a gradient that differs along the data axes."""
-    over = lifted(slot.layout.pending_gradient(slot.layout.computed, op), slot.layout.mesh, slot.mesh)
-    return layout.with_partial(dict(layout.partial) | dict(over.partial))
 
 
 class _Gradient(NamedTuple):
@@ -68,14 +62,15 @@ class Reduction:
         self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
     ) -> tuple[dict[int, DTensor], PendingBlocks | None]:
         """Begin to reduce gradients; returns those of the stored parameters, which wait when they are used."""
-        given = {i: self._gradient(slots[i], g) for i, g in grads.items()}
+        # in the order of the slots, which is the same on all ranks
+        given = {i: self._gradient(slots[i], g) for i, g in sorted(grads.items())}
         mesh = next(iter(slots.values())).mesh
-        if not self.all_reduce or self._kept:
-            given = self._scattered(slots, given, mesh)
+        kept = {i: self._kept.pop(i) for i in slots if i in self._kept}
+        if not self.all_reduce or kept:
+            given = self._scattered(slots, given, kept, mesh)
             if not self.all_reduce:
-                self._kept = given
+                self._kept |= given
                 return {}, None
-            self._kept.clear()
         plan = plan_redistribute_many(
             Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items()
         )
@@ -92,12 +87,16 @@ class Reduction:
         if isinstance(grad, DTensor):
             layout, block = lifted(grad.sharding, grad.device_mesh, slot.mesh), grad._local_tensor
         if not isinstance(grad, DTensor) or grad.device_mesh != slot.layout.mesh:
-            layout = pending_gradient(slot, layout, op)  # each rank computed it from its own data
+            layout = slot.pending_gradient(layout, op)  # each rank computed it from its own data
         dtype = self.reduce_dtype or block.dtype
         return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
 
     def _scattered(
-        self, slots: Mapping[int, Slot], given: Mapping[int, _Gradient], mesh: DeviceMesh
+        self,
+        slots: Mapping[int, Slot],
+        given: Mapping[int, _Gradient],
+        before: Mapping[int, _Gradient],
+        mesh: DeviceMesh,
     ) -> dict[int, _Gradient]:
         """Gradients reduced over the axes that split parameters, with the partial sums of earlier passes added."""
         targets = {}
@@ -110,18 +109,17 @@ class Reduction:
         plan = plan_redistribute_many(Item(g.layout, targets[i], g.block.dtype) for i, g in given.items())
         found = move_blocks(plan, [g.block for g in given.values()], mesh) if given else []
         out = {i: _Gradient(b, targets[i]) for i, b in zip(given, found, strict=True)}
-        for i, kept in self._kept.items():
+        for i, kept in before.items():
             if i in out:
                 out[i] = _Gradient(out[i].block + kept.block, out[i].layout)
             else:
                 out[i] = kept
-        return out
+        return dict(sorted(out.items()))
 
     def _result(self, slot: Slot, pending: PendingBlocks, n: int, like: Tensor) -> DTensor:
         """The reduced gradient of the stored parameter."""
         param, divisor = slot.param, self.divisor
-        shape = torch.Size(slot.layout.stored.shape)
-        spec = Spec(slot.layout.mesh, slot.layout.stored, param.dtype, shape, contiguous_stride(shape))
+        spec = slot.stored_spec(param.dtype)
 
         def finish() -> Tensor:
             block = pending.wait()[n]
