@@ -39,17 +39,16 @@ def named_layout(
 def _features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> int:
     """The number of adjacent features in a projection of an attention module that belong on one rank.
 
-    A head, so that views by heads send nothing however many heads there are; for queries all heads that share a key, if
-    that leaves no rank with more work.
+    A head, so that views by heads send nothing however many heads there are. If a rank would be left without heads, or if
+    ranks would have different numbers of keys that several queries share, attention is gathered, and features are
+    split evenly.
     """
     head = getattr(parent, "head_dim", None)
     if not isinstance(head, int) or head < 1 or size % head:
         return 1
     config = getattr(parent, "config", None)
     heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    if not isinstance(heads, int) or not isinstance(keys, int) or heads % keys or size != heads * head:
-        return head
-    group = heads // keys
-    # fewer keys than ranks: some ranks would have no heads, unless they have none anyway
-    balanced = keys >= ranks or -(-keys // ranks) * group == -(-heads // ranks)
-    return head * group if balanced else head
+    if isinstance(keys, int) and keys != heads and keys % ranks:
+        return 1
+    count = size // head
+    return head if -(-count // ranks) * (ranks - 1) < count else 1
