@@ -1,0 +1,171 @@
+"""Blocks that an op moved, kept for the next ops that need the same tensor in the same layout: q, k and v, say.
+
+Whether a block is still here must be the same on every rank, or some would wait for a collective that others leave out. So a
+tensor is recognized by what all ranks see alike: the tensor object or the one that it is a view of, its spec, and the writes
+to it. Nothing depends on when a rank frees memory: a block whose tensor is gone is dropped, and its slot stays taken.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from shardwise.call.moved_view import COMPUTED
+from shardwise.call.writes import Memory, memory_of, shares_memory
+from shardwise.comm import PerRank
+from shardwise.comm.simulate import at_simulation_end
+from shardwise.layout import Layout, Spec, largest_block
+from shardwise.plan import Plan
+from shardwise.plan.settings import current_settings
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.subclass import version
+from shardwise.torch_internals.tracing import is_recorded
+
+__all__ = ["forget_moves", "move_once", "unshared"]
+
+_MOST = 2  # an activation, and a weight that is gathered between two uses of it
+
+
+class _Origin(NamedTuple):
+    """What a tensor is, as all ranks see it: the elements of `root` in the order of `spec`; and its memory, `block`."""
+
+    root: DTensor
+    spec: Spec
+    block: Tensor
+
+
+class _Kept:
+    """A moved block, and the tensor that it was moved from."""
+
+    __slots__ = ("block", "memory", "of_root", "root", "spec", "state", "target", "version")
+
+    def __init__(self, origin: _Origin, target: Layout, block: Tensor) -> None:
+        root = origin.root
+        self.spec, self.target, self.of_root = origin.spec, target, root._spec
+        self.block: Tensor | None = block
+        self.memory: Memory | None = memory_of(origin.block)
+        self.state, self.version = self.memory.state(origin.block), version(root)
+        self.root = weakref.ref(root, self.release)
+
+    def release(self, _: Any = None) -> None:
+        """Free the memory."""
+        self.block = self.memory = None
+
+    def find(self, origin: _Origin, target: Layout) -> Tensor | None:
+        """The block, if it is that of a tensor in a layout and nothing was written since."""
+        root, memory = origin.root, self.memory
+        if self.root() is not root or memory is None or self.target is not target:
+            return None
+        if self.spec is not origin.spec or self.of_root is not root._spec or self.version != version(root):
+            return None
+        if not shares_memory(memory.block, origin.block) or memory.state(origin.block) != self.state:
+            return None
+        return self.block
+
+
+class _Slots(threading.local):
+    """The blocks that a thread keeps, the one that was used last at the end."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
+
+
+_slots = _Slots()
+
+
+def forget_moves() -> None:
+    """Keep no moved blocks any longer."""
+    while _slots.kept:
+        _slots.kept.pop().release()
+
+
+at_simulation_end(forget_moves)
+
+
+def move_once(t: Tensor, plan: Plan, move: Callable[[], Tensor]) -> Tensor:
+    """The block of an operand after a plan: that of an earlier op if it is kept, else what `move` returns.
+
+    The caller must not write to it, nor return a tensor that shares its memory.
+    """
+    size = largest_block(plan.target) * t.dtype.itemsize
+    origin = _origin(t) if plan.collectives and size <= current_settings().reuse else None
+    if origin is None:
+        return move()
+    kept = _slots.kept
+    for i, one in enumerate(kept):
+        if (block := one.find(origin, plan.target)) is not None:
+            kept.append(kept.pop(i))
+            return block
+    while len(kept) >= _MOST:
+        kept.pop(0).release()  # before the next one takes memory
+    block = move()
+    kept.append(_Kept(origin, plan.target, block))
+    return block
+
+
+def _origin(t: Tensor) -> _Origin | None:
+    """What a tensor is; None if that cannot be told, or if writes to it are not counted."""
+    if not isinstance(t, DTensor) or t.is_inference() or t.dtype.is_complex:
+        return None
+    root: Any = t._base if t._is_view() else t
+    if not isinstance(root, DTensor) or root.dtype is not t.dtype:
+        return None
+    # shape and strides tell how the elements of a view are arranged only if it has them all
+    if root is not t and not (root.numel() == t.numel() and _is_dense(t._spec) and _is_dense(root._spec)):
+        return None
+    block, whole = _memory(t), _memory(root)
+    if block is None or whole is None or not _is_plain(block) or not shares_memory(block, whole):
+        return None
+    return _Origin(root, t._spec, block)
+
+
+def _is_plain(block: Tensor) -> bool:
+    """Whether a block has values, and ops on it are not recorded."""
+    blocks = block.ranks if isinstance(block, PerRank) else (block,)
+    return all(type(b) in (Tensor, Parameter) and not is_recorded(b) for b in blocks)
+
+
+def _memory(t: DTensor) -> Tensor | None:
+    """The block whose memory a tensor is computed from; None for a tensor whose values differ from those in memory."""
+    source = t._source
+    block: Tensor = t._local_tensor if source is None else source.root
+    while source is not None:
+        if source.func in COMPUTED:
+            return None
+        source = source.base._source
+    return block
+
+
+def _is_dense(spec: Spec) -> bool:
+    """Whether each element has a place of its own in memory, and there are no gaps between them.
+
+    >>> from shardwise.layout import Axes
+    >>> layout = Layout.replicated((2, 3), Axes((2,)))
+    >>> [_is_dense(Spec(None, layout, "float32", (2, 3), stride)) for stride in ((3, 1), (1, 2), (0, 1), (6, 2))]
+    [True, True, False, False]
+    """
+    if spec.stride is None:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def unshared(result: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """A result that shares no memory with blocks: on each rank where it does, a copy."""
+    if isinstance(result, PerRank):
+        each = {
+            r: unshared(b, [x.of_rank(r) if isinstance(x, PerRank) else x for x in blocks])
+            for r, b in result._blocks.items()
+        }
+        return PerRank(each)
+    return result.clone() if any(shares_memory(result, b) for b in blocks) else result
