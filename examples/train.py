@@ -57,10 +57,11 @@ def train(steps: int, shape: tuple[int, ...], title: str, characters: int = 120)
     mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) if shape else None
     with nullcontext() if mesh else sw.one_device():
         sw.manual_seed(SEED)
-        with sw.one_device():  # initial weights from the random stream that no layout changes
+        with torch.device("meta"):  # no process ever holds all weights
             model = LanguageModel(length=LENGTH)
         if mesh is not None:
             parallelize_module(model, mesh, PLAN)
+        sw.materialize(model)
         with counting() as ledger, LossBar(title, steps, mesh is None or dist.get_rank() == 0) as bar:
             run = fit(model, mesh, steps, bar, lambda: float(ledger.bytes))
         for entry in ledger.entries:

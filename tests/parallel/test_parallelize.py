@@ -56,3 +56,24 @@ def test_styles_pass_blocks_between_modules():
         m = parallelize_module(copy.deepcopy(dense), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         for got in m(x).ranks:
             torch.testing.assert_close(got, dense(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [sw.materialize, lambda m: m.to_empty(device="cpu"), lambda m: m.double(), copy.deepcopy, lambda m: m],
+    ids=["materialize", "to_empty", "double", "deepcopy", "nothing"],
+)
+def test_gradients_arrive_reduced_however_parameters_were_replaced(change):
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        device = "meta" if change is sw.materialize else "cpu"
+        model = nn.Sequential(nn.Linear(4, 6, device=device), nn.Linear(6, 4, device=device))
+        parallelize_module(model, mesh, {"0": "colwise", "1": "rowwise"})
+        model = change(model)
+        model = change(model)
+        dtype = model[0].weight.dtype
+        x = sw.distribute_tensor(torch.randn(6, 4, dtype=dtype), mesh, [sw.Shard(0), sw.Replicate()])
+        for _ in range(2):
+            model(x).sum().backward()
+        for p in model.parameters():
+            assert p.grad.sharding is p.sharding

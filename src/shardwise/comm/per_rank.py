@@ -10,9 +10,20 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.torch_internals.collectives import collective_name
+from shardwise.torch_internals.patches import is_wrapped_by_transform
 from shardwise.torch_internals.subclass import make_wrapper
 
-__all__ = ["CollectiveHandler", "PerRank", "first_rank", "handle_collectives", "map_ranks", "spread"]
+__all__ = [
+    "CollectiveHandler",
+    "PerRank",
+    "RankHandles",
+    "check_no_shared_leaves",
+    "first_rank",
+    "handle_collectives",
+    "map_ranks",
+    "on_all_ranks",
+    "spread",
+]
 
 CollectiveHandler = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 """Runs a collective on the blocks of all ranks, given its name (see `collective_name`) and its arguments."""
@@ -46,6 +57,8 @@ class PerRank(torch.Tensor):
     """
 
     _blocks: dict[int, Tensor]
+    _hooked: PerRank | None = None
+    _hooks: Any = None
 
     @staticmethod
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:
@@ -62,6 +75,15 @@ class PerRank(torch.Tensor):
     def ranks(self) -> tuple[Tensor, ...]:
         """The blocks of all ranks, in the order in which they were given."""
         return tuple(self._blocks.values())
+
+    @property
+    def tracked(self) -> PerRank:
+        """The blocks whose gradients pass through the hooks of this tensor, where autograd is on."""
+        return self if self._hooked is None or not torch.is_grad_enabled() else self._hooked
+
+    def wait(self) -> PerRank:
+        """The tensor itself: on real processes functional collectives return tensors to wait for."""
+        return self
 
     def of_rank(self, rank: int) -> Tensor:
         """The block of one rank."""
@@ -87,7 +109,12 @@ class PerRank(torch.Tensor):
         if collective is not None:
             return _handle_collective(collective, args, kwargs)
         if torch.is_grad_enabled():
-            _check_no_shared_leaves(func, [*args, *kwargs.values()])
+            check_no_shared_leaves(func, [*args, *kwargs.values()])
+        if func in _ATTRIBUTES:
+            self, *rest = args
+            return join(
+                {r: func(b, *(at_rank(a, r) for a in rest)) for r, b in self._blocks.items()}, name_of(func)
+            )
         return map_ranks(func, *args, **kwargs)
 
     @classmethod
@@ -101,6 +128,12 @@ class PerRank(torch.Tensor):
         collective = collective_name(func)
         if collective is not None:
             return _handle_collective(collective, args, kwargs or {})
+        if torch.is_grad_enabled() and any(isinstance(a, PerRank) and _any_requires_grad(a) for a in args):
+            raise RuntimeError(
+                f"{func} got a PerRank tensor that requires grad, from code that bypasses torch functions.\n"
+                "  why: Each rank has its own autograd graph, which a torch.func transform or C++ code does not see.\n"
+                "  fix: Call it for each rank: shardwise.per_rank(lambda rank, x: torch.func.vmap(f)(x), x)"
+            )
         return map_ranks(func, *args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -108,6 +141,10 @@ class PerRank(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
         return PerRank({r: t.__deepcopy__(memo) for r, t in self._blocks.items()})
+
+
+def _any_requires_grad(x: PerRank) -> bool:
+    return any(b.requires_grad for b in x._blocks.values())
 
 
 def _check_first(blocks: Mapping[int, Tensor]) -> Tensor:
@@ -183,7 +220,7 @@ def ranks_in(values: Sequence[Any]) -> tuple[int, ...] | None:
 def at_rank(value: Any, rank: int) -> Any:
     """A value with each PerRank tensor in it replaced by the block of one rank."""
     if isinstance(value, PerRank):
-        return value._blocks[rank]
+        return value.tracked._blocks[rank]
     if isinstance(value, list | tuple):
         inner = [at_rank(v, rank) for v in value]
         return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
@@ -205,7 +242,7 @@ def join(results: Mapping[int, Any], what: str) -> Any:
         if all(isinstance(v, dict) and v.keys() == first.keys() for v in others):
             return {k: join({r: v[k] for r, v in results.items()}, what) for k in first}
     elif isinstance(first, RemovableHandle):
-        return _Handles(results)
+        return RankHandles(results)
     elif not isinstance(first, Tensor) and all(_are_equal(v, first) for v in others):
         return first
     shown = ", ".join(f"rank {r}: {v}" for r, v in list(results.items())[:4])
@@ -216,7 +253,7 @@ def join(results: Mapping[int, Any], what: str) -> Any:
     )
 
 
-class _Handles:
+class RankHandles:
     """The handles of a hook that is registered on each rank."""
 
     def __init__(self, handles: Mapping[int, RemovableHandle]) -> None:
@@ -244,11 +281,17 @@ def _are_equal(a: Any, b: Any) -> bool:
     return bool(same.all() if hasattr(same, "all") else same)  # arrays compare elementwise
 
 
-def _check_no_shared_leaves(func: Callable[..., Any], values: Sequence[Any]) -> None:
+def check_no_shared_leaves(func: Callable[..., Any], values: Sequence[Any]) -> None:
     """Raise if a plain tensor requires grad: it would accumulate the gradients of all ranks."""
     for v in values:
         if isinstance(v, list | tuple):
-            _check_no_shared_leaves(func, v)
+            check_no_shared_leaves(func, v)
+        elif is_wrapped_by_transform(v):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} got a PerRank tensor inside a torch.func transform.\n"
+                "  why: Each rank has its own autograd graph, and a transform sees one tensor.\n"
+                "  fix: Call it for each rank: shardwise.per_rank(lambda rank, x: torch.func.grad(f)(x), x)"
+            )
         elif type(v) in (Tensor, torch.nn.Parameter) and v.requires_grad:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} got a plain tensor that requires grad beside a PerRank one.\n"
@@ -267,6 +310,10 @@ def _blocks_of(value: Any) -> list[Any]:
     return list(value.ranks) if isinstance(value, PerRank) else [value]
 
 
+def _roots_of(value: Any) -> list[Any]:
+    return list(value.tracked.ranks) if isinstance(value, PerRank) else [value]
+
+
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """Run backward on all ranks at once, so that collectives in the graph see all of them."""
     if kwargs.get("inputs") is not None:
@@ -278,7 +325,7 @@ def _roots_and_seeds(tensors: Any, grads: Any) -> tuple[list[Any], list[Any]]:
     """The blocks of all ranks, and the gradient of each."""
     roots = _as_list(tensors)
     seeds = _as_list(grads) or [None] * len(roots)
-    pairs = [(_blocks_of(root), seed) for root, seed in zip(roots, seeds, strict=True)]
+    pairs = [(_roots_of(root), seed) for root, seed in zip(roots, seeds, strict=True)]
     every = [list(seed.ranks) if isinstance(seed, PerRank) else [seed] * len(bs) for bs, seed in pairs]
     return [b for blocks, _ in pairs for b in blocks], [g for some in every for g in some]
 
@@ -308,6 +355,18 @@ def _grads_of(leaf: PerRank, grads: Sequence[Any]) -> PerRank | None:
 def _get_grad(self: PerRank) -> PerRank | None:
     return _grads_of(self, [b.grad for b in self.ranks])
 
+
+def on_all_ranks(func: Any, run: Callable[..., Any]) -> None:
+    """Have a torch function of PerRank tensors call `run`, which gets all ranks at once."""
+    _ON_ALL_RANKS[func] = run
+
+
+_ATTRIBUTES: frozenset[Any] = frozenset(
+    accessor
+    for name in ("is_leaf", "requires_grad", "grad", "data", "retains_grad", "_version", "_backward_hooks")
+    for accessor in (getattr(torch.Tensor, name).__get__, getattr(torch.Tensor, name).__set__)
+) | {torch.Tensor.requires_grad_, torch.Tensor.retain_grad, torch.Tensor.detach_}  # fmt: skip
+"""What belongs to a tensor itself rather than to the value that hooks see."""
 
 _ON_ALL_RANKS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.backward: _tensor_backward,

@@ -12,14 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import Coord, coord_of, forget_groups, members_of
 from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
+from shardwise.comm.plain_collectives import run_plain_collective
+from shardwise.comm.rank_hooks import install_hooks
 from shardwise.comm.simulated_collectives import known_meshes
 from shardwise.torch_internals.mesh import restored_mesh_stack
-from shardwise.torch_internals.process_groups import fake_world
+from shardwise.torch_internals.process_groups import simulated_world
+
+install_hooks()
 
 __all__ = ["at_simulation_end", "is_simulated", "on_mesh", "per_rank", "simulate"]
 
 _simulated: list[int] = []  # the world size, inside a simulation
 _at_end: list[Callable[[], object]] = []
+_current_rank: list[int | None] = [None]  # the rank whose part of `per_rank` runs
 
 
 def is_simulated() -> bool:
@@ -34,6 +39,16 @@ def at_simulation_end(callback: Callable[[], object]) -> None:
     given, even if one raises.
     """
     _at_end.append(callback)
+
+
+def _run_plain(name: str, *args: Any) -> Any:
+    if (rank := _current_rank[-1]) is not None:
+        raise RuntimeError(
+            f"torch.distributed.{name} was called inside per_rank, for rank {rank}.\n"
+            "  why: In a simulation per_rank calls its function for one rank after the other.\n"
+            "  fix: Return the tensor from per_rank, and call the collective on its result."
+        )
+    return run_plain_collective(name, *args)
 
 
 def _call_all(callbacks: Sequence[Callable[[], object]]) -> None:
@@ -86,8 +101,8 @@ def simulate(world_size: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(lambda: _call_all([forget_groups, *_at_end]))
         stack.enter_context(restored_mesh_stack())
-        # the fake backend sends nothing: collectives run on the blocks of all ranks, in PerRank tensors
-        stack.enter_context(fake_world(world_size))
+        # nothing is sent: collectives run on the blocks of all ranks, in PerRank tensors
+        stack.enter_context(simulated_world(world_size, _run_plain, lambda: _current_rank[-1]))
         _simulated.append(world_size)
         stack.callback(_simulated.pop)
         stack.enter_context(known_meshes())
@@ -116,8 +131,16 @@ def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
     """
     if _simulated:
         ranks = ranks_in(values) or range(_simulated[-1])
-        return join({r: fn(r, *_rank_values(values, r)) for r in ranks}, name_of(fn))
+        return join({r: _as_rank(r, fn, *_rank_values(values, r)) for r in ranks}, name_of(fn))
     return fn(dist.get_rank() if dist.is_initialized() else 0, *values)
+
+
+def _as_rank(rank: int, fn: Callable[..., Any], *values: Any) -> Any:
+    _current_rank.append(rank)
+    try:
+        return fn(rank, *values)
+    finally:
+        _current_rank.pop()
 
 
 def _rank_values(values: tuple[Any, ...], rank: int) -> list[Any]:

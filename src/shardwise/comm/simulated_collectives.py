@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.codec import reduce_all
+from shardwise.comm.joint_node import replace_function
 from shardwise.comm.mesh import groups_along
-from shardwise.comm.per_rank import PerRank, handle_collectives
+from shardwise.comm.per_rank import PerRank, handle_collectives, map_ranks, spread
+from shardwise.torch_internals.collectives import BROADCAST_FUNCTION
 from shardwise.torch_internals.mesh import axis_group_names, watch_new_meshes
-from shardwise.torch_internals.process_groups import resolve_group
+from shardwise.torch_internals.process_groups import reduce_op_name, resolve_group
 
 __all__ = ["known_meshes", "run_collective"]
 
@@ -27,13 +29,13 @@ def run_collective(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Run a collective, by its name in `collective_name`, on the blocks of all ranks."""
     run = _RUN.get(name)
     if run is None:
-        known = ", ".join(sorted(name for name in _RUN if "." not in name))
+        known = ", ".join(sorted(name for name in _RUN if name.isidentifier()))
         raise RuntimeError(
             f"torch.distributed.{name} cannot run on simulated ranks.\n"
             "  why: In a simulation all ranks are in this process, and this collective is not simulated.\n"
             f"  fix: Use one of {known}, or run on real processes with shardwise.launch."
         )
-    if name.startswith("functional."):
+    if not name.isidentifier():  # a functional collective
         return run(*args, **kwargs)
     bound = _signature(name).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -73,7 +75,7 @@ def known_meshes() -> Iterator[None]:
 def _groups(group: Any, blocks: PerRank) -> list[tuple[int, ...]]:
     """The ranks of a group of rank 0 and, if it belongs to an axis of a mesh, of all groups along that axis."""
     if group is None:
-        return [tuple(blocks._blocks)]
+        return [tuple(range(dist.get_world_size()))]
     if isinstance(group, str):
         group = resolve_group(group)
     for mesh in _meshes:
@@ -83,16 +85,24 @@ def _groups(group: Any, blocks: PerRank) -> list[tuple[int, ...]]:
     return [tuple(dist.get_process_group_ranks(group))]
 
 
-def _per_group(x: PerRank, group: Any, fn: Callable[[list[Tensor]], list[Tensor]]) -> PerRank:
+def _per_group(x: Any, group: Any, fn: Callable[[list[Tensor]], list[Tensor]]) -> PerRank:
     """Apply `fn` to the blocks of each group, which returns one result per rank; ranks in no group keep their blocks."""
-    out = dict(x._blocks)
+    x = x if isinstance(x, PerRank) else spread(x, range(dist.get_world_size()))
+    blocks = x.tracked._blocks
+    out = dict(blocks)
     for ranks in _groups(group, x):
-        out.update(zip(ranks, fn([x._blocks[r] for r in ranks]), strict=True))
+        if lack := [r for r in ranks if r not in blocks]:
+            raise RuntimeError(
+                f"A collective over ranks {ranks} got a PerRank tensor of ranks {tuple(blocks)}.\n"
+                f"  why: On real processes it would wait for {', '.join(map(str, lack))}, which did not call it.\n"
+                "  fix: Have all ranks of the group use the tensor, or use a group of these ranks."
+            )
+        out.update(zip(ranks, fn([blocks[r] for r in ranks]), strict=True))
     return PerRank(out)
 
 
 def _op(op: Any) -> str:
-    name = str(op).rsplit(".", 1)[-1].lower()
+    name = reduce_op_name(op)
     if name not in ("sum", "avg", "max", "min", "product"):
         raise RuntimeError(
             f"A reduction by {op} cannot run on simulated ranks.\n"
@@ -105,6 +115,44 @@ def _op(op: Any) -> str:
 def _reduced(parts: list[Tensor], op: str) -> Tensor:
     out = reduce_all(parts, "sum" if op == "avg" else op)
     return out / len(parts) if op == "avg" else out
+
+
+class _GivenGradient(torch.autograd.Function):
+    """`apply(block, value, reason)`: the value; its gradient is that of the block, or an error for this reason."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, value: Tensor, reason: str) -> Tensor:
+        ctx.reason = reason
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.reason:
+            raise RuntimeError(ctx.reason)
+        return grads[0], None, None
+
+
+def _with_gradient(x: Any, value: PerRank, reason: str) -> PerRank:
+    """A result whose gradient is not that of the sums and copies that computed it."""
+    return map_ranks(lambda b, v: _GivenGradient.apply(b, v, reason), x, value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _functional_all_reduce(x: Any, op: Any, group: Any) -> PerRank:
+    out = _all_reduce(x, op, group)
+    if _op(op) == "sum":
+        return out
+    return _with_gradient(
+        x,
+        out,
+        f"all_reduce backward only supports 'sum' reduction, got '{op}'.\n"
+        "  why: Functional collectives of torch have no gradient of other reductions.\n"
+        "  fix: all_reduce(x, 'sum', group), or DTensor.from_local(x, mesh, [Partial('max')])",
+    )
+
+
+def _functional_broadcast(x: Any, source: int, group: Any) -> PerRank:
+    # torch's has no gradient of its own: each rank's gradient passes to its own tensor
+    return _with_gradient(x, _broadcast(x, source, group), "")
 
 
 def _all_reduce(x: PerRank, op: Any, group: Any) -> PerRank:
@@ -136,14 +184,24 @@ def _broadcast(x: PerRank, source: int, group: Any) -> PerRank:
 
 
 def _copy_into(target: Any, result: PerRank) -> None:
-    if not isinstance(target, PerRank):
+    """Write the results of a collective to its output; autograd does not see it, nor on real processes."""
+    if isinstance(target, PerRank):
+        for r, block in target._blocks.items():
+            block.data.copy_(result._blocks[r].view(block.shape))
+        return
+    first, *others = result.ranks
+    if not all(same_values(first, other) for other in others):
         raise RuntimeError(
             f"A collective in a simulation got a {type(target).__name__} as its output.\n"
-            "  why: Each rank receives its own value, so the output must be a PerRank tensor.\n"
+            "  why: Each rank receives another value, so the output must be a PerRank tensor.\n"
             "  fix: Create it with shardwise.per_rank(lambda rank: torch.empty(…))."
         )
-    for r, block in target._blocks.items():
-        block.copy_(result._blocks[r].view(block.shape))
+    target.data.copy_(first.view(target.shape))
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements, NaN included."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _index_in_group(rank: Any, group: Any, group_rank: Any) -> int:
@@ -159,6 +217,11 @@ def _index_in_group(rank: Any, group: Any, group_rank: Any) -> int:
 
 def _c10d_all_reduce(tensor: Any, op: Any, group: Any) -> None:
     _copy_into(tensor, _all_reduce(tensor, op, group))
+
+
+def _c10d_all_reduce_coalesced(tensors: Any, op: Any, group: Any) -> None:
+    for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+        _c10d_all_reduce(tensor, op, group)
 
 
 def _c10d_broadcast(tensor: Any, src: Any, group: Any, group_src: Any) -> None:
@@ -225,15 +288,25 @@ def _c10d_all_to_all_single(output: Any, input: Any, receive: Any, send: Any, gr
 
 _RUN: dict[str, Callable[..., Any]] = {
     "functional.all_gather": _all_gather,
-    "functional.all_reduce": _all_reduce,
+    "functional.all_reduce": _functional_all_reduce,
+    "_c10d_functional::all_reduce_coalesced": lambda xs, op, group: [
+        _functional_all_reduce(x, op, group) for x in xs
+    ],
+    "_c10d_functional::all_gather_into_tensor_coalesced": lambda xs, size, group: [
+        _all_gather(x, size, group) for x in xs
+    ],
+    "_c10d_functional::reduce_scatter_tensor_coalesced": lambda xs, op, size, group: [
+        _reduce_scatter(x, op, size, group) for x in xs
+    ],
     "functional.all_to_all": _all_to_all,
-    "functional.broadcast": _broadcast,
+    "functional.broadcast": _functional_broadcast,
     "functional.reduce_scatter": _reduce_scatter,
     "functional.wait": lambda x: x,
     "all_gather": _c10d_all_gather,
     "all_gather_into_tensor": _c10d_all_gather_single,
     "all_gather_single": _c10d_all_gather_single,
     "all_reduce": _c10d_all_reduce,
+    "all_reduce_coalesced": _c10d_all_reduce_coalesced,
     "all_to_all": _c10d_all_to_all,
     "all_to_all_single": _c10d_all_to_all_single,
     "broadcast": _c10d_broadcast,
@@ -245,3 +318,7 @@ _RUN: dict[str, Callable[..., Any]] = {
     "scatter": _c10d_scatter,
 }
 handle_collectives(run_collective)
+replace_function(
+    BROADCAST_FUNCTION,
+    lambda source, group, x: _broadcast(x, _index_in_group(source, group, None), group),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.layout import Layout
 from shardwise.parallel.plain import to_plain
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.autograd import restore_hooks
 
 __all__ = ["watch_gradient", "watch_gradients"]
 
@@ -34,18 +35,24 @@ def watch_gradient(p: Tensor) -> None:
     """
     # the id, because a copy has the attributes of the original and none of its hooks
     setattr(p, _WATCHED, id(p))
-    p.register_hook(_reduced_to(p.sharding) if isinstance(p, DTensor) else _plain_gradient)
+    hook = _Reduce(p.sharding) if isinstance(p, DTensor) else _plain_gradient
+    if hook not in restore_hooks(p):
+        p.register_hook(hook)
 
 
-def _reduced_to(layout: Layout) -> Callable[[Tensor], Tensor]:
-    shape = torch.Size(layout.shape)
+@dataclass(frozen=True)
+class _Reduce:
+    """Redistributes a gradient to a layout."""
 
-    def hook(grad: Tensor) -> Tensor:
-        if not isinstance(grad, DTensor) or grad.sharding is layout or grad.is_sparse or grad.shape != shape:
+    layout: Layout
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        target = self.layout
+        if not isinstance(grad, DTensor) or grad.sharding is target or grad.is_sparse:
             return grad
-        return grad.redistribute(placements=layout.placements)
-
-    return hook
+        if grad.shape != torch.Size(target.shape):
+            return grad
+        return grad.redistribute(placements=target.placements)
 
 
 def _plain_gradient(grad: Tensor) -> Tensor:

@@ -50,14 +50,15 @@ def materialize(module: nn.Module, device: torch.device | str | None = None) -> 
     ...     torch.equal(layer.weight.full_tensor().ranks[1], alone.weight)
     True
     """
-    waiting = [m for m in _children_first(module) if any(t.is_meta for _, t in owned_tensors(m))]
+    waiting = [m for m in _children_first(module) if any(s.tensor.is_meta for s in slots_of(m))]
     resets = {m: _reset_of(m, module) for m in waiting}
     _check_all_known(module, resets)
     if device is None:
         meshes = [s.tensor.device_mesh for s in slots_of(module) if isinstance(s.tensor, DTensor)]
         device = meshes[0].device_type if meshes else "cpu"
     for m in waiting:
-        m.to_empty(device=device, recurse=False)
+        if any(t.is_meta for _, t in owned_tensors(m)):
+            m.to_empty(device=device, recurse=False)
     # what the methods create as plain tensors is the same on every rank
     with torch.no_grad(), one_device(), override_settings(plain="replicate"):
         given: dict[int, Tensor] = {}
@@ -99,11 +100,14 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def _reset_of(m: nn.Module, root: nn.Module) -> Callable[[], object] | None:
     """What initialises the tensors that a module holds itself."""
-    own = next((getattr(m, name) for name in _RESETS if callable(getattr(m, name, None))), None)
+    holds_tensors = any(True for _ in owned_tensors(m))
+    # a module that only holds others: the constructors of torch run the second method after them, and not the first
+    names = _RESETS if holds_tensors else _RESETS[1:]
+    own = next((getattr(m, name) for name in names if callable(getattr(m, name, None))), None)
     if own is not None:
         return own  # type: ignore[no-any-return]
     by_root = getattr(root, "_init_weights", None)
-    return (lambda: by_root(m)) if callable(by_root) else None
+    return (lambda: by_root(m)) if callable(by_root) and holds_tensors else None
 
 
 def _check_all_known(root: nn.Module, resets: dict[nn.Module, Callable[[], object] | None]) -> None:

@@ -16,6 +16,7 @@ from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute import Redistribute, densify, grad_layout
+from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["FromLocal", "ToLocal", "join_blocks"]
@@ -30,6 +31,7 @@ def join_blocks(ranks: tuple[int, ...] | None, blocks: tuple[Tensor, ...]) -> Te
     return blocks[0] if ranks is None else PerRank(dict(zip(ranks, blocks, strict=True)))
 
 
+@applied_directly
 class ToLocal(torch.autograd.Function):
     """`apply(x, layout of the blocks' gradient or None)`: the block, or in a simulation one per rank."""
 
@@ -88,6 +90,7 @@ def _implied_gradient(layout: Layout) -> tuple[Layout, int]:
     return grad_layout(layout), math.prod(layout.axes.sizes[a] for a, op in ops.items() if op == "avg")
 
 
+@applied_directly
 class FromLocal(torch.autograd.Function):
     """`apply(spec, layout of the blocks' gradient or None, ranks or None, *blocks)`."""
 

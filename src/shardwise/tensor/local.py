@@ -80,7 +80,7 @@ def from_local(
             fix="Pass x.to_local(), or use x.redistribute(...) for another layout.",
         )
     if isinstance(local, PerRank):
-        local = _blocks_on(local, mesh)
+        local = _blocks_on(local.tracked, mesh)
     given = (placements, shape, stride)
     simulated = is_simulated() or isinstance(local, PerRank)
     cacheable = all(x is None or isinstance(x, Sequence) for x in given)  # others raise in `_spec`

@@ -32,6 +32,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
+from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["Redistribute", "densify", "grad_layout", "redistribute", "to_layout"]
@@ -151,6 +152,7 @@ def _redistribute(
     return AsyncDTensor(block, after) if isinstance(block, Pending) else DTensor(block, after)
 
 
+@applied_directly
 class Redistribute(torch.autograd.Function):
     """`apply(x, layout, placements on axes of size 1, async_op, forward_dtype, backward_dtype)`."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BROADCAST_FUNCTION",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -20,6 +21,9 @@ __all__ = [
     "reduce_scatter",
     "wait",
 ]
+
+BROADCAST_FUNCTION = "torch.distributed.nn.functional._Broadcast"
+"""The autograd function of `torch.distributed.nn.functional.broadcast`, whose backward has a branch for each rank."""
 
 _functional = torch.ops._c10d_functional
 _all_gather = _functional.all_gather_into_tensor.default

@@ -25,6 +25,7 @@ __all__ = [
     "beneath_patches",
     "install",
     "is_batched",
+    "is_wrapped_by_transform",
     "python_functions",
     "unwrap_transforms",
 ]
@@ -108,6 +109,15 @@ def is_batched(x: Any) -> bool:
     tensor([1., 1., 1.])
     """
     return isinstance(x, Tensor) and _functorch.is_batchedtensor(x)
+
+
+def is_wrapped_by_transform(x: Any) -> bool:
+    """Whether a tensor is one that a torch.func transform has wrapped.
+
+    >>> torch.func.grad(lambda x: x * float(is_wrapped_by_transform(x)))(torch.tensor(2.0))
+    tensor(1.)
+    """
+    return isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 
 def unwrap_transforms(x: Any) -> Any:
