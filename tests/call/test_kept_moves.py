@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,12 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.call import kept_moves
 from shardwise.comm import counting
 
-SEQUENCE, HIDDEN, OUT = 10, 8, 48  # ten positions on four ranks: blocks of 3, 3, 3 and 1; weights cost more to gather
+linear = torch.nn.functional.linear
+SEQUENCE, HIDDEN, OUT = (
+    10,
+    8,
+    48,
+)  # ten positions on four ranks: blocks of 3, 3, 3 and 1; weights cost more to gather
 
 
 def values(*shape, seed=0):
@@ -46,7 +50,7 @@ def test_queries_keys_and_values_gather_their_input_once(mesh, is_leaf, shape, b
 
     def qkv(h, weights, b):
         h = h if is_leaf else h.sin()
-        return [F.linear(h, w, b) for w in weights]
+        return [linear(h, w, b) for w in weights]
 
     dense_x, dense_w = x.clone().requires_grad_(), [w.clone().requires_grad_() for w in full]
     want = qkv(dense_x, dense_w, added)
@@ -74,7 +78,7 @@ def test_without_gradients_too(mesh):
     x = sw.distribute_tensor(values(2, SEQUENCE, HIDDEN), mesh, [Shard(1)])
     with torch.no_grad(), counting() as ledger:
         for w in split:
-            F.linear(x, w)
+            linear(x, w)
     assert steps(ledger) == ["all-gather"]
 
 
@@ -93,7 +97,7 @@ def test_a_weight_that_is_gathered_between_does_not_displace_the_input(mesh):
     other = sw.distribute_tensor(values(HIDDEN, 2), mesh, [Shard(1)])
     with counting() as ledger:
         for w in split:
-            F.linear(x, w)
+            linear(x, w)
             other.cumsum(1)
     assert steps(ledger) == ["all-gather"] * 2
 
@@ -123,7 +127,7 @@ def test_a_write_is_seen_by_the_next_op(mesh, write, through_view):
     dense = dense.clone()
 
     def use(t, w):
-        return F.linear(t.view(SEQUENCE, 1, HIDDEN) if through_view else t, w)
+        return linear(t.view(SEQUENCE, 1, HIDDEN) if through_view else t, w)
 
     use(x, split[0])
     WRITES[write](dense)
@@ -136,12 +140,12 @@ def test_a_write_is_seen_by_the_next_op(mesh, write, through_view):
 def test_a_write_to_a_block_is_seen_by_the_next_op(mesh, rank):
     full, split = weights(mesh, grad=False)
     x = sw.distribute_tensor(values(SEQUENCE, HIDDEN), mesh, [Shard(0)])
-    F.linear(x, split[0])
+    linear(x, split[0])
     for r, block in enumerate(x.to_local().ranks):
         if rank in (None, r):
             block.add_(1)
-    want = F.linear(x.full_tensor().ranks[0], full[0])
-    torch.testing.assert_close(F.linear(x, split[0]).full_tensor().ranks[0], want)
+    want = linear(x.full_tensor().ranks[0], full[0])
+    torch.testing.assert_close(linear(x, split[0]).full_tensor().ranks[0], want)
 
 
 def test_views_of_one_tensor_are_told_apart(mesh):
@@ -179,9 +183,9 @@ def test_a_result_shares_no_memory_with_what_is_kept(mesh):
 def test_errors_do_not_depend_on_what_is_kept(mesh):
     _, split = weights(mesh, grad=False)
     x = sw.distribute_tensor(values(SEQUENCE, HIDDEN), mesh, [Shard(0)])
-    F.linear(x, split[0])
+    linear(x, split[0])
     with sw.policy(implicit="error"), pytest.raises(sw.CommunicationError, match="would communicate"):
-        F.linear(x, split[1])
+        linear(x, split[1])
 
 
 def test_the_policy_bounds_what_is_kept(mesh):
@@ -191,7 +195,7 @@ def test_the_policy_bounds_what_is_kept(mesh):
     for reuse, expected in ((0, 3), (bytes_gathered - 1, 3), (bytes_gathered, 1)):
         with sw.policy(reuse=reuse), counting() as ledger:
             for w in split:
-                F.linear(x, w)
+                linear(x, w)
         assert len(steps(ledger)) == expected
     with pytest.raises(ValueError, match="number of bytes"), sw.policy(reuse=-1):
         pass
@@ -203,7 +207,7 @@ def test_inference_tensors_have_no_versions_and_are_not_kept(mesh):
         x = sw.distribute_tensor(values(SEQUENCE, HIDDEN), mesh, [Shard(0)]) * 1
         with counting() as ledger:
             for w in split:
-                F.linear(x, w)
+                linear(x, w)
     assert steps(ledger) == ["all-gather"] * 3
 
 

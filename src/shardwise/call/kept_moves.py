@@ -23,7 +23,7 @@ from shardwise.layout import Layout, Spec, largest_block
 from shardwise.plan import Plan
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.subclass import version
+from shardwise.torch_internals.subclass import version, viewed_tensor
 from shardwise.torch_internals.tracing import is_recorded
 
 __all__ = ["forget_moves", "move_once", "unshared"]
@@ -112,7 +112,7 @@ def _origin(t: Tensor) -> _Origin | None:
     """What a tensor is; None if that cannot be told, or if writes to it are not counted."""
     if not isinstance(t, DTensor) or t.is_inference() or t.dtype.is_complex:
         return None
-    root: Any = t._base if t._is_view() else t
+    root = viewed_tensor(t)
     if not isinstance(root, DTensor) or root.dtype is not t.dtype:
         return None
     # shape and strides tell how the elements of a view are arranged only if it has them all

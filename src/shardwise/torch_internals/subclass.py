@@ -18,6 +18,7 @@ __all__ = [
     "new_dtensor",
     "storage_id",
     "version",
+    "viewed_tensor",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
@@ -75,6 +76,16 @@ def version(x: Tensor) -> int:
     1
     """
     return x._version
+
+
+def viewed_tensor(x: Tensor) -> Tensor:
+    """The tensor that a view is a view of, however many views are between them; a tensor that is no view itself.
+
+    >>> x = torch.ones(2, 3)
+    >>> viewed_tensor(x[0].view(3, 1)) is x, viewed_tensor(x) is x
+    (True, True)
+    """
+    return x._base if x._base is not None else x
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
