@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
-from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, members_of
-from shardwise.layout import Layout, LayoutError, owned
+from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
+from shardwise.layout import Layout, owned
 from shardwise.random import (
     BlockIndices,
     bernoulli,
@@ -50,20 +50,20 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
         generator: a torch generator that the caller passed, or None to draw from the stream.
         *others: tensors that `generate` reads, broadcast to `x` and redistributed to its layout.
     """
+    if x.device.type == "meta":
+        return x  # nothing is drawn, so the stream does not advance, as with torch's own generator
     if not isinstance(x, DTensor):
         draw = draw_from(generator)
-        if x.device.type != "meta":
-            _write(x, BlockIndices(x.shape), generate, draw, [t.expand(x.shape) for t in others])
+        _write(x, BlockIndices(x.shape), generate, draw, [t.expand(x.shape) for t in others])
         return x
-    _check_not_pending(func, x)
+    if x._spec.layout.partial:
+        return _fill_pending(func, x, generate, generator, others)
     if is_recorded(x._local_tensor):
         # a position in the stream must not become a constant of the graph
         raise needs_concrete_values(func)
     draw = draw_from(generator, x.device_mesh)
     read = [_matching_block(func, t, x) for t in others]
     block = x._local_tensor
-    if block.device.type == "meta":
-        return x
     if isinstance(block, PerRank):
         _write_all(block, x, generate, draw, read)
     elif (coord := coord_of(x.device_mesh)) is not None:
@@ -104,13 +104,16 @@ def _matching_block(func: Any, t: Tensor, x: DTensor) -> Tensor:
     return to_layout(func, t.expand(x.shape), x._spec.layout)._local_tensor  # type: ignore[arg-type]
 
 
-def _check_not_pending(func: Any, x: DTensor) -> None:
-    if x._spec.layout.partial:
-        raise LayoutError(
-            f"{func} cannot fill {x._spec}.",
-            why="Its blocks are terms of a pending reduction, and a random number is not drawn as a sum of terms.",
-            fix="Redistribute it to Replicate() or Shard(dim) first, or fill a new tensor: torch.empty_like(x)",
-        )
+def _fill_pending(
+    func: Any, x: DTensor, generate: Generate, generator: Any, others: Sequence[Tensor]
+) -> DTensor:
+    """Write the numbers as terms of the pending reduction: those of one rank, and the identity of the reduction elsewhere."""
+    layout = x._spec.layout.with_partial({})
+    numbers = DTensor(map_ranks(torch.empty_like, x._local_tensor), x._spec.with_layout(layout))
+    fill(func, numbers, generate, generator, *others)
+    terms = to_layout(func, numbers, x._spec.layout)._local_tensor
+    map_ranks(aten.copy_.default, x._local_tensor, terms)
+    return x
 
 
 def _check(func: Any, x: Tensor, *args: Any) -> None:

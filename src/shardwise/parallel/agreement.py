@@ -14,9 +14,37 @@ from shardwise.comm.mesh import group_of
 from shardwise.layout import LayoutError
 from shardwise.parallel.module_tensors import slots_of
 from shardwise.tensor.consistency import check_equal
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import PlainTensorError
 
-__all__ = ["check_same_structure"]
+__all__ = ["check_plain_parameters", "check_same_structure"]
+
+_COMPARED = "_shardwise_compared"
+
+
+def check_plain_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise on all ranks alike if a plain parameter, added after the module was parallelized, differs between ranks.
+
+    Each parameter is compared once, by a small all-gather.
+    """
+    if is_simulated() or mesh.size() == 1:
+        return
+    for p in module.parameters():
+        # the id, because a copy has the attributes of the original
+        if isinstance(p, DTensor) or getattr(p, _COMPARED, None) == id(p):
+            continue
+        try:
+            check_equal(p.detach(), mesh, "A module")
+        except PlainTensorError as error:
+            name = next(n for n, other in module.named_parameters() if other is p)
+            raise PlainTensorError(
+                f"The plain parameter {name} of a parallelized module differs between ranks.",
+                why="A parameter that was added after parallelize_module counts as replicated, so every rank must hold the "
+                "same values.",
+                fix="Initialise it alike: torch.manual_seed(0) before it is created, or add it before parallelize_module, "
+                "which takes the values of one rank.",
+            ) from error
+        setattr(p, _COMPARED, id(p))
 
 
 def check_same_structure(module: nn.Module, mesh: DeviceMesh, what: str, plan: str = "") -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import PerRank, is_simulated
+from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, sharing_inputs
 from shardwise.parallel.gradients import watch_gradients
 from shardwise.parallel.plain import differentiable_input, to_plain
@@ -87,6 +88,7 @@ def _from_outside(
         given = list(tensors_in((args, kwargs)))
         mesh = None if boundary is None else boundary.mesh
         if mesh is not None:
+            check_plain_parameters(module, mesh)
             if torch.is_grad_enabled():
                 watch_gradients(module)
             args, kwargs = map_tensors(lambda t: differentiable_input(t, mesh), (args, kwargs))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-__all__ = ["generic_name", "matching", "near_misses"]
+__all__ = ["generic_name", "matching", "near_misses", "plan_names"]
 
 
 def matching(key: str, names: Iterable[str]) -> list[str]:
@@ -25,6 +25,28 @@ def matching(key: str, names: Iterable[str]) -> list[str]:
         if name.count(".") == len(tokens) - 1
         and all(fnmatchcase(a, b) for a, b in zip(name.split("."), tokens, strict=True))
     ]
+
+
+# Names that a wrapper gives the module that it has replaced: plans are written for models without wrappers.
+_WRAPPED = {
+    "base_layer": "adapters of peft",
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "torch's wrapper for activation checkpointing",
+}
+
+
+def plan_names(names: Iterable[str]) -> dict[str, str]:
+    """Full names by the names that plans know them under: a module inside a wrapper has the name of the wrapper.
+
+    >>> plan_names(["q", "q.base_layer", "q.lora_A"])
+    {'q': 'q.base_layer', 'q.base_layer': 'q.base_layer', 'q.lora_A': 'q.lora_A'}
+    """
+    full = {name: name for name in names}
+    for name in list(full):
+        tokens = name.split(".")
+        if not _WRAPPED.keys().isdisjoint(tokens):
+            full[".".join(t for t in tokens if t not in _WRAPPED)] = name
+    return full
 
 
 def generic_name(name: str) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import axes_of
 from shardwise.layout import Layout, LayoutError
 from shardwise.parallel.boundary import Boundary
-from shardwise.parallel.keys import matching, near_misses
+from shardwise.parallel.keys import matching, near_misses, plan_names
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
 from shardwise.parallel.named_styles import NAMED_STYLES
@@ -82,17 +82,18 @@ class _Reading:
         self.axis, self.axes = plan_axis(mesh), axes_of(mesh)
         self.modules = dict(module.named_modules(remove_duplicate=False))
         self.slots = {s.full_name: s for s in slots_of(module)}
+        self.names = plan_names([*self.modules, *self.slots])
         self.resolved, self.problems = Resolved(), list[str]()
         self.keys: dict[str, str] = {}  # by parameter: the key that decided
         # modules under sequence parallelism scatter what row-parallel modules sum
         self.scatter = "sequence_parallel" in plan.values()
 
     def read(self) -> None:
-        declared = declared_plan(self.module)
+        declared = declared_entries(self.module)
         entries = [(key, text) for key, text in self.plan.items() if self._is_known(key, text)]
-        found = {key: matching(key, [*self.modules, *self.slots]) for key, _ in entries}
+        found = {key: [self.names[n] for n in matching(key, self.names)] for key, _ in entries}
         for key, text in entries:
-            if not found[key] and declared.get(key) == text:
+            if not found[key] and (key, text) in declared:
                 self.resolved.skipped.append(key)  # the model declares it for other configurations
             elif not found[key]:
                 self.problems.append(unmatched_problem(key, [*self.modules, *self.slots]))
@@ -181,7 +182,7 @@ class _Reading:
                 self.resolved.boundaries.setdefault(owner, boundary)
 
 
-def declared_plan(module: nn.Module) -> Mapping[str, Any]:
-    """The plan that a model itself carries, as those of Hugging Face do."""
-    plan = getattr(module, "tp_plan", None)
-    return plan if isinstance(plan, Mapping) else {}
+def declared_entries(module: nn.Module) -> set[tuple[str, Any]]:
+    """The entries of the plans that a model itself carries, as those of Hugging Face do: tensor and expert parallel."""
+    plans = [getattr(module, name, None) for name in ("tp_plan", "ep_plan")]
+    return {entry for plan in plans if isinstance(plan, Mapping) for entry in plan.items()}

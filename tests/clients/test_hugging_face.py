@@ -1,0 +1,153 @@
+"""Models of transformers on several meshes: training, generation and adapters equal dense."""
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.clients.families import FAMILIES, Family
+from tests.clients.float64 import Float64
+from tests.clients.on_processes import greatest_differences, unequal_adapters
+from tests.clients.sweep import sweep_configuration
+from tests.clients.training import compare, difference, distribute_batch, on_mesh, train
+
+import shardwise as sw
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import parallelize_module
+
+# transformers warns of its own code and of tiny sizes
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
+TOLERANCE = 1e-9
+MESHES: list[dict[str, int]] = [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}]
+MOE = ["GPT-OSS", "Mixtral", "Qwen3-MoE", "DeepSeek-V3"]
+_CASES = [
+    pytest.param(name, mesh, id=f"{name}-{'x'.join(f'{a}{n}' for a, n in mesh.items())}")
+    for i, name in enumerate(FAMILIES)
+    for j, mesh in enumerate(MESHES)
+    if DEEP or j == i % len(MESHES)
+]
+
+
+def _parallelize(family: Family, **more: str) -> Any:
+    return lambda model, mesh: parallelize_module(model, mesh, {**family.plan_of(model), **more})
+
+
+@pytest.mark.parametrize(("name", "mesh"), _CASES)
+def test_training_equals_dense(name: str, mesh: Mapping[str, int]):
+    family = FAMILIES[name]
+    steps = 5 if DEEP else 3
+    found = compare(family.model(), family.batches(), _parallelize(family), mesh, steps)
+    assert set(found.worst) == {"output", "loss", "gradient", "parameter"}
+    assert not found.beyond(TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MOE if DEEP else MOE[1:3])
+@pytest.mark.parametrize("mesh", MESHES if DEEP else MESHES[1:2])
+def test_experts_are_split_by_the_expert_parallel_plan(name: str, mesh: Mapping[str, int]):
+    family = FAMILIES[name]
+    model = family.model()
+    found = compare(model, family.batches(), _parallelize(family, **model.ep_plan), mesh, steps=2)
+    assert not found.beyond(TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, f in FAMILIES.items() if f.generates and (DEEP or n in ("Llama", "T5"))]
+)
+@pytest.mark.parametrize("mesh", MESHES if DEEP else MESHES[1:2])
+def test_generation_with_a_cache_gives_the_same_tokens(name: str, mesh: Mapping[str, int]):
+    family = FAMILIES[name]
+    model, tokens = family.model(), family.batches()[0]["input_ids"]
+    how = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "suppress_tokens": [0],
+    }
+    with Float64():
+        want = copy.deepcopy(model).generate(tokens, **how)
+        with on_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
+            parallelize_module(model, device_mesh, family.plan_of(model))
+            got = model.generate(tokens, **how)
+    assert torch.equal(got, want)
+
+
+def test_a_llama_takes_the_collectives_of_megatron():
+    family = FAMILIES["Llama"]
+    model, batch = family.model(), family.batches()[0]
+    layers = model.config.num_hidden_layers
+    with Float64(), on_mesh((2,), ("tp",)) as mesh:
+        parallelize_module(model, mesh, family.plan_of(model))
+        with CommDebugMode() as forward:
+            loss = model(**batch).loss
+        with CommDebugMode() as backward:
+            loss.backward()
+    # the embedding, attention and feed-forward of each layer, and the logits
+    assert [e.step for e in forward.ledger.entries] == ["all-reduce"] * (1 + 2 * layers) + ["all-gather"]
+    # the input gradients of the head and of both parts of each layer
+    assert [e.step for e in backward.ledger.entries] == ["all-reduce"] * (1 + 2 * layers)
+
+
+_LORA = LoraConfig(
+    r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=False
+)
+
+
+@pytest.mark.parametrize("mesh", MESHES if DEEP else MESHES[2:])
+@pytest.mark.parametrize("adapt_first", [True, False])
+def test_lora_adapters_train_on_a_parallelized_model(mesh: Mapping[str, int], adapt_first: bool):
+    family = FAMILIES["Llama"]
+    plan = family.plan_of(family.model())
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(3)
+        return get_peft_model(model, _LORA).double().eval()
+
+    with Float64():
+        want = train(adapted(family.model()), family.batches(), steps=3)
+        with on_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
+            model = family.model()
+            if adapt_first:
+                wrapped = adapted(model)
+                parallelize_module(model, device_mesh, plan)
+            else:
+                parallelize_module(model, device_mesh, plan)
+                wrapped = adapted(model)
+            assert model.model.layers[0].self_attn.q_proj.base_layer.weight.sharding.sharded
+            got = train(wrapped, [distribute_batch(b, device_mesh) for b in family.batches()], steps=3)
+    assert not difference(got, want).beyond(TOLERANCE)
+
+
+# one of each kind: packed heads, scaled embeddings, a hybrid with linear attention, an encoder, several residual streams
+_OTHERS = [
+    "cohere.CohereConfig",
+    "gemma2.Gemma2Config",
+    "qwen3_next.Qwen3NextConfig",
+    "eurobert.EuroBertConfig",
+]
+
+
+@pytest.mark.parametrize("name", _OTHERS if DEEP else _OTHERS[:2])
+def test_configurations_of_the_sweep(name: str):
+    cases = sweep_configuration(name, steps=1, meshes=("tp 3",))
+    assert [c.status for c in cases] == ["right"], cases
+
+
+def _on_processes(names: list[str], steps: int) -> tuple[dict[str, float], str]:
+    return greatest_differences(names, steps), unequal_adapters()
+
+
+@pytest.mark.processes
+def test_five_families_on_processes_and_adapters_that_differ_between_ranks():
+    names = ["Llama", "Gemma 3", "Qwen3-MoE", "GPT-2", "Whisper"]
+    # one launch, since the processes take long to import transformers
+    results = sw.launch(_on_processes, 4 if DEEP else 2, names, 5 if DEEP else 1, timeout=600)
+    for found, error in results:
+        assert set(found) == set(names)
+        assert max(found.values()) < TOLERANCE, found
+        assert "q_proj.lora_A.default.weight of a parallelized module differs between ranks" in error
