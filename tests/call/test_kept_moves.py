@@ -1,5 +1,6 @@
 """An operand that several ops need in the same other layout is moved once, and no write to it is missed."""
 
+import copy
 import gc
 import weakref
 
@@ -228,6 +229,18 @@ def test_a_block_is_freed_with_its_tensor_and_at_most_two_are_kept(mesh):
     assert gone() is None
     assert len(kept_blocks()) == 1
     assert len(kept_moves._slots.kept) == slots  # a slot is not freed earlier on one rank than on another
+
+
+def test_a_tensor_can_be_swapped_and_copied_while_a_block_of_it_is_kept(mesh):
+    full, split = weights(mesh, grad=False)
+    dense = [values(SEQUENCE, HIDDEN, seed=i) for i in (4, 5)]
+    x, y = (sw.distribute_tensor(t, mesh, [Shard(0)]) for t in dense)
+    linear(x, split[0])
+    torch.utils.swap_tensors(x, y)
+    for t, d in ((x, dense[1]), (y, dense[0])):
+        torch.testing.assert_close(linear(t, split[0]).full_tensor().ranks[0], linear(d, full[0]))
+    z = copy.deepcopy(x).mul_(2)
+    torch.testing.assert_close(linear(z, split[0]).full_tensor().ranks[0], linear(dense[1] * 2, full[0]))
 
 
 @given(st.data())

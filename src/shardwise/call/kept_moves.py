@@ -31,6 +31,28 @@ __all__ = ["forget_moves", "move_once", "unshared"]
 _MOST = 2  # an activation, and a weight that is gathered between two uses of it
 
 
+class _Token:
+    """The identity of a tensor object, in its `__dict__`; a weak reference to the tensor itself would forbid `swap_tensors`.
+
+    `owner` is the id of the object, because a copy gets the `__dict__` of the original.
+    """
+
+    __slots__ = ("__weakref__", "owner")
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+
+
+_NAME = "_shardwise_token"
+
+
+def _token_of(x: DTensor) -> _Token:
+    known = x.__dict__.get(_NAME)
+    if not isinstance(known, _Token) or known.owner != id(x):
+        known = x.__dict__[_NAME] = _Token(id(x))
+    return known
+
+
 class _Origin(NamedTuple):
     """What a tensor is, as all ranks see it: the elements of `root` in the order of `spec`; and its memory, `block`."""
 
@@ -42,7 +64,7 @@ class _Origin(NamedTuple):
 class _Kept:
     """A moved block, and the tensor that it was moved from."""
 
-    __slots__ = ("block", "memory", "of_root", "root", "spec", "state", "target", "version")
+    __slots__ = ("block", "memory", "of_root", "spec", "state", "target", "token", "version")
 
     def __init__(self, origin: _Origin, target: Layout, block: Tensor) -> None:
         root = origin.root
@@ -50,7 +72,7 @@ class _Kept:
         self.block: Tensor | None = block
         self.memory: Memory | None = memory_of(origin.block)
         self.state, self.version = self.memory.state(origin.block), version(root)
-        self.root = weakref.ref(root, self.release)
+        self.token = weakref.ref(_token_of(root), self.release)
 
     def release(self, _: Any = None) -> None:
         """Free the memory."""
@@ -59,7 +81,7 @@ class _Kept:
     def find(self, origin: _Origin, target: Layout) -> Tensor | None:
         """The block, if it is that of a tensor in a layout and nothing was written since."""
         root, memory = origin.root, self.memory
-        if self.root() is not root or memory is None or self.target is not target:
+        if self.token() is not _token_of(root) or memory is None or self.target is not target:
             return None
         if self.spec is not origin.spec or self.of_root is not root._spec or self.version != version(root):
             return None
