@@ -21,7 +21,12 @@ from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
 from shardwise.call.strides import with_own_strides
-from shardwise.call.submesh import common_submesh, run_on_submesh
+from shardwise.call.submesh import (
+    common_submesh,
+    mesh_beside_numbers,
+    run_beside_numbers,
+    run_on_submesh,
+)
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
 from shardwise.comm import coord_of
@@ -60,6 +65,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("optimizer", lambda a, k: run_fused(func, a, k))
     if (mesh := common_submesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
+    if (values_on := mesh_beside_numbers(call)) is not None:
+        return Route("sub-mesh", lambda a, k: run_beside_numbers(func, values_on, a, k))
     if func is aten.is_same_size.default:
         return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
     if (
