@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwise.call.moved_view import COMPUTED
+from shardwise.call.view_scatter import COMPUTED
 from shardwise.call.writes import Memory, memory_of, shares_memory
 from shardwise.comm import PerRank
 from shardwise.comm.simulate import at_simulation_end
@@ -23,7 +23,7 @@ from shardwise.layout import Layout, Spec, largest_block
 from shardwise.plan import Plan
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.subclass import version, viewed_tensor
+from shardwise.torch_internals.subclass import version, view_base
 from shardwise.torch_internals.tracing import is_recorded
 
 __all__ = ["forget_moves", "move_once", "unshared"]
@@ -54,29 +54,31 @@ def _token_of(x: DTensor) -> _Token:
 
 
 class _Origin(NamedTuple):
-    """What a tensor is, as all ranks see it: the elements of `root` in the order of `spec`; and its memory, `block`."""
+    """What a tensor is, as all ranks see it: the elements of `root` in the order of `spec`; and the blocks of both."""
 
     root: DTensor
     spec: Spec
-    block: Tensor
+    blocks: tuple[Tensor, Tensor]
 
 
 class _Kept:
     """A moved block, and the tensor that it was moved from."""
 
-    __slots__ = ("block", "memory", "of_root", "spec", "state", "target", "token", "version")
+    __slots__ = ("block", "blocks", "memory", "of_root", "spec", "state", "target", "token", "version")
 
     def __init__(self, origin: _Origin, target: Layout, block: Tensor) -> None:
         root = origin.root
         self.spec, self.target, self.of_root = origin.spec, target, root._spec
         self.block: Tensor | None = block
-        self.memory: Memory | None = memory_of(origin.block)
-        self.state, self.version = self.memory.state(origin.block), version(root)
+        self.memory: Memory | None = memory_of(origin.blocks[0])
+        self.blocks: tuple[Tensor, ...] = origin.blocks
+        self.state, self.version = self.memory.state(origin.blocks), version(root)
         self.token = weakref.ref(_token_of(root), self.release)
 
     def release(self, _: Any = None) -> None:
         """Free the memory."""
         self.block = self.memory = None
+        self.blocks = ()
 
     def find(self, origin: _Origin, target: Layout) -> Tensor | None:
         """The block, if it is that of a tensor in a layout and nothing was written since."""
@@ -85,7 +87,9 @@ class _Kept:
             return None
         if self.spec is not origin.spec or self.of_root is not root._spec or self.version != version(root):
             return None
-        if not shares_memory(memory.block, origin.block) or memory.state(origin.block) != self.state:
+        if not shares_memory(memory.block, origin.blocks[0]) or memory.state(self.blocks) != self.state:
+            return None
+        if not _is_unwritten(origin, self.blocks):
             return None
         return self.block
 
@@ -134,7 +138,8 @@ def _origin(t: Tensor) -> _Origin | None:
     """What a tensor is; None if that cannot be told, or if writes to it are not counted."""
     if not isinstance(t, DTensor) or t.is_inference() or t.dtype.is_complex:
         return None
-    root = viewed_tensor(t)
+    above = view_base(t)
+    root = t if above is None else above
     if not isinstance(root, DTensor) or root.dtype is not t.dtype:
         return None
     # shape and strides tell how the elements of a view are arranged only if it has them all
@@ -143,7 +148,15 @@ def _origin(t: Tensor) -> _Origin | None:
     block, whole = _memory(t), _memory(root)
     if block is None or whole is None or not _is_plain(block) or not shares_memory(block, whole):
         return None
-    return _Origin(root, t._spec, block)
+    return _Origin(root, t._spec, (block, whole))
+
+
+def _is_unwritten(origin: _Origin, known: Sequence[Tensor]) -> bool:
+    """Whether the block of a view, which counts versions of its own, is one whose versions are known, or new."""
+    block = origin.blocks[0]
+    if any(block is b for b in known):
+        return True
+    return not any(version(b) for b in (block.ranks if isinstance(block, PerRank) else (block,)))
 
 
 def _is_plain(block: Tensor) -> bool:
@@ -155,7 +168,7 @@ def _is_plain(block: Tensor) -> bool:
 def _memory(t: DTensor) -> Tensor | None:
     """The block whose memory a tensor is computed from; None for a tensor whose values differ from those in memory."""
     source = t._source
-    block: Tensor = t._local_tensor if source is None else source.root
+    block: Tensor = t._local_tensor if source is None else source.roots[0]
     while source is not None:
         if source.func in COMPUTED:
             return None

@@ -18,7 +18,7 @@ __all__ = [
     "new_dtensor",
     "storage_id",
     "version",
-    "viewed_tensor",
+    "view_base",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
@@ -78,14 +78,14 @@ def version(x: Tensor) -> int:
     return x._version
 
 
-def viewed_tensor(x: Tensor) -> Tensor:
-    """The tensor that a view is a view of, however many views are between them; a tensor that is no view itself.
+def view_base(x: Tensor) -> Tensor | None:
+    """The tensor that autograd knows a tensor to be a view of; None if there is none.
 
-    >>> x = torch.ones(2, 3)
-    >>> viewed_tensor(x[0].view(3, 1)) is x, viewed_tensor(x) is x
-    (True, True)
+    >>> x = torch.ones(2)
+    >>> view_base(x[1:]) is x, view_base(x)
+    (True, None)
     """
-    return x._base if x._base is not None else x
+    return x._base if x._is_view() else None
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
