@@ -173,11 +173,17 @@ def test_calls_do_not_share_numbers(mesh):
     assert len(numbers.unique()) == len(numbers)
 
 
-def test_a_pending_target_is_an_error(mesh):
-    x = sw.DTensor.from_local(sw.per_rank(lambda r: torch.ones(2)), mesh, [Partial(), Replicate()])
-    for fill in (lambda: x.normal_(), lambda: x.bernoulli_(0.5), lambda: x.random_()):
-        with pytest.raises(LayoutError, match="cannot fill"):
-            fill()
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_a_pending_target_takes_the_numbers_of_one_device(mesh, op):
+    for fill in (lambda x: x.normal_(), lambda x: x.bernoulli_(0.5), lambda x: x.uniform_(-1, 1)):
+        x = sw.DTensor.from_local(sw.per_rank(lambda r: torch.ones(3, 2)), mesh, [Partial(op), Shard(0)])
+        sw.manual_seed(6)
+        fill(x)
+        sw.manual_seed(6)
+        with sw.one_device():
+            expected = fill(torch.empty(x.shape))
+        assert x.placements[0] == Partial(op)
+        assert torch.equal(values(x), expected)
     like = torch.rand_like(x)  # a new tensor is replicated
     assert not any(p.is_partial() for p in like.placements)
 

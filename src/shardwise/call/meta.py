@@ -117,8 +117,8 @@ def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
     return dtype
 
 
-def _like(position: int) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: torch.empty_like(args[position])
+def _like(position: int, form: torch.memory_format = torch.preserve_format) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: torch.empty_like(args[position], memory_format=form)
 
 
 def _geqrf(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,6 +146,51 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
             operands.append(x.new_empty(0).as_strided(out.shape, strides))
     stride = reduce(torch.add, operands) if len(operands) != 3 else torch.addcmul(*operands)
     return x.new_empty_strided(out.shape, stride.stride())
+
+
+def _contiguous(func: Any, *numbers: int) -> Callable[..., Any]:
+    """The outputs of an op, contiguous; or only those with these numbers."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return torch.empty_like(out, memory_format=torch.contiguous_format)
+        return [
+            torch.empty_like(t, memory_format=torch.contiguous_format) if i in numbers else t
+            for i, t in enumerate(out)
+        ]
+
+    return kernel
+
+
+def _elementwise(func: Any) -> Callable[..., Tensor]:
+    """The output of an op of two tensors, with the strides that the kernels of such ops give."""
+
+    def kernel(a: Tensor, b: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = func(a, b, *args, **kwargs)
+        return out.new_empty_strided(out.shape, torch.add(a, b).stride())
+
+    return kernel
+
+
+def _batch_norm(func: Any) -> Callable[..., Any]:
+    """The outputs of a batch norm: its kernels know two orders of dims."""
+
+    def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, *rest = func(x, *args, **kwargs)
+        last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        form = torch.channels_last if last else torch.contiguous_format
+        return [torch.empty_like(out, memory_format=form), *rest]
+
+    return kernel
+
+
+_TWO_TENSORS = (
+    aten.complex.default, aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.heaviside.default,
+    aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.logaddexp.default, aten.logaddexp2.default,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.logit_backward.default,
+    aten.polar.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
+)  # fmt: skip
 
 
 def _grouped_mm(
@@ -179,10 +224,29 @@ def _grouped_mm(
 # for devices.
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
-    aten.multi_margin_loss_backward.default: _like(1),
-    aten.multilabel_margin_loss_backward.default: _like(1),
+    aten.multi_margin_loss_backward.default: _like(1, torch.contiguous_format),
+    aten.multilabel_margin_loss_backward.default: _like(1, torch.contiguous_format),
+    aten.binary_cross_entropy_backward.default: _like(1),
+    aten.log_sigmoid_backward.default: _like(0),
     aten.geqrf.default: _geqrf,
     aten._grouped_mm.default: _grouped_mm,
     aten._aminmax.default: lambda x: (x.new_empty(()), x.new_empty(())),
     aten._aminmax.dim: lambda x, dim, keepdim=False: aten.aminmax.default(x, dim=dim, keepdim=keepdim),
+    aten.log_sigmoid_forward.default: _contiguous(aten.log_sigmoid_forward.default, 0, 1),
+    **{
+        func: _contiguous(func)
+        for func in (
+            aten.huber_loss_backward.default,
+            aten.isin.Tensor_Scalar,
+            aten.pow.Scalar,
+        )
+    },
+    aten._fft_r2c.default: lambda x, dim, *args: (
+        _contiguous(aten._fft_r2c.default) if len(dim) > 1 else aten._fft_r2c.default
+    )(x, dim, *args),
+    **{func: _elementwise(func) for func in _TWO_TENSORS},
+    **{
+        func: _batch_norm(func)
+        for func in (aten.native_batch_norm.default, aten._native_batch_norm_legit.no_stats)
+    },
 }

@@ -11,7 +11,7 @@ from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
-from shardwise.call.meta import infer_outputs
+from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.moved_view import COMPUTED, remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
@@ -20,6 +20,7 @@ from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
+from shardwise.call.strides import with_own_strides
 from shardwise.call.submesh import common_submesh, run_on_submesh
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
@@ -37,7 +38,7 @@ from shardwise.rules.table import REGISTERED
 from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
-from shardwise.torch_internals.dispatcher import is_composite
+from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
 __all__ = ["choose_route", "decide"]
@@ -61,6 +62,13 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
     if func is aten.is_same_size.default:
         return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
+    if (
+        func is aten._has_same_storage_numel.default
+    ):  # forward-mode derivatives ask it of a tensor and its tangent
+        return Route("request", lambda a, k: _extent(a[0]) == _extent(a[1]), ())
+    if info.name.startswith("prims.") and all(t.device.type == "meta" for t in call.tensors):
+        # the meta kernels of ops, which torch calls for zero tangents: only the global shapes matter
+        return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
     check_operands(call)
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
@@ -81,6 +89,13 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
     return _compute_route(call, find_route)
+
+
+def _extent(x: torch.Tensor) -> int:
+    """The number of elements of memory from the first element of a tensor to its last."""
+    return (
+        1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    )
 
 
 def _is_identity(call: OpCall) -> bool:
@@ -142,10 +157,12 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with override_settings(
-        plain="replicate"
-    ):  # its operands were checked; what it creates is the same on every rank
-        return func.decompose(*args, **kwargs)
+    # its operands were checked; what it creates is the same on every rank
+    with override_settings(plain="replicate"):
+        if not torch.is_inference_mode_enabled() or records_views(func):
+            return func.decompose(*args, **kwargs)
+        with tracking_views():
+            return func.decompose(*args, **kwargs)
 
 
 def _is_distributed(x: Any) -> bool:
@@ -170,7 +187,8 @@ def _fallback_route(call: OpCall) -> Route:
         results = tuple(
             replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs
         )
-    return Route("fallback", lambda a, k: run_on_full(func, a, k), tuple(call.replication_plans), results)
+    run = with_own_strides(call, lambda a, k: run_on_full(func, a, k))
+    return Route("fallback", run, tuple(call.replication_plans), results)
 
 
 def _alternative_route(call: OpCall, resolution: Resolution | None, find_route: FindRoute) -> Route | None:
@@ -212,7 +230,7 @@ def _program_route(
         with communication(func, plans):
             return program(*args, **kwargs)
 
-    return Route(kind, run, plans, _results(call, specs))
+    return Route(kind, with_own_strides(call, run), plans, _results(call, specs))
 
 
 def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:

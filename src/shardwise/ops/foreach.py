@@ -89,8 +89,8 @@ def _bumping(inner: Run) -> Run:
 def _on_blocks(call: OpCall) -> Run | None:
     func, args, kwargs = call.func, call.args, call.kwargs
     single = _single_op(func)
-    if single is None:
-        return None
+    if single is None or (call.info.writes and not all(isinstance(t, DTensor) for t in args[0])):
+        return None  # the op for one tensor writes to a plain one once, and not for each simulated rank
     specs = []
     for here, named in _elements(func, args, kwargs):
         distributed = any(isinstance(a, DTensor) for a in here)

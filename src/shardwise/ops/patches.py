@@ -18,8 +18,10 @@ from shardwise.comm import first_rank
 from shardwise.ops.dropout import dropout_patches
 from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
+from shardwise.ops.memory_patches import memory_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
+from shardwise.ops.traced_constants import tracing_patches
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.patches import (
     KernelPatch,
@@ -71,8 +73,10 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
     *dropout_patches(),
     *index_patches(),
     *inner_plain_patches(),
+    *memory_patches(),
     *prod_patches(),
     *sparse_patches(),
+    *tracing_patches(),
 )
 
 

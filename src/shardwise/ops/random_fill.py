@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
-from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, members_of
-from shardwise.layout import Layout, LayoutError, owned
+from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
+from shardwise.layout import Layout, owned
 from shardwise.random import (
     BlockIndices,
     bernoulli,
@@ -55,7 +55,8 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
         if x.device.type != "meta":
             _write(x, BlockIndices(x.shape), generate, draw, [t.expand(x.shape) for t in others])
         return x
-    _check_not_pending(func, x)
+    if x._spec.layout.partial:
+        return _fill_pending(func, x, generate, generator, others)
     if is_recorded(x._local_tensor):
         # a position in the stream must not become a constant of the graph
         raise needs_concrete_values(func)
@@ -104,13 +105,16 @@ def _matching_block(func: Any, t: Tensor, x: DTensor) -> Tensor:
     return to_layout(func, t.expand(x.shape), x._spec.layout)._local_tensor  # type: ignore[arg-type]
 
 
-def _check_not_pending(func: Any, x: DTensor) -> None:
-    if x._spec.layout.partial:
-        raise LayoutError(
-            f"{func} cannot fill {x._spec}.",
-            why="Its blocks are terms of a pending reduction, and a random number is not drawn as a sum of terms.",
-            fix="Redistribute it to Replicate() or Shard(dim) first, or fill a new tensor: torch.empty_like(x)",
-        )
+def _fill_pending(
+    func: Any, x: DTensor, generate: Generate, generator: Any, others: Sequence[Tensor]
+) -> DTensor:
+    """Write the numbers as terms of the pending reduction: those of one rank, and the identity of the reduction elsewhere."""
+    layout = x._spec.layout.with_partial({})
+    numbers = DTensor(map_ranks(torch.empty_like, x._local_tensor), x._spec.with_layout(layout))
+    fill(func, numbers, generate, generator, *others)
+    terms = to_layout(func, numbers, x._spec.layout)._local_tensor
+    map_ranks(aten.copy_.default, x._local_tensor, terms)
+    return x
 
 
 def _check(func: Any, x: Tensor, *args: Any) -> None:

@@ -1,5 +1,20 @@
-"""Parallelism of modules: styles, plans and losses."""
+"""Parallelism of modules: the data-parallel engine, styles, plans and losses."""
 
+from shardwise.parallel.data import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    Explanation,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    explain,
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate,
+    share_comm_ctx,
+    zero,
+)
 from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.parallelize import parallelize_module
@@ -15,7 +30,13 @@ from shardwise.parallel.style import (
 )
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
+    "DataParallelMeshDims",
+    "Explanation",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelStyle",
     "PlanError",
     "PrepareModuleInput",
@@ -23,7 +44,14 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "UnshardHandle",
+    "explain",
+    "fully_shard",
     "linear_cross_entropy",
     "loss_parallel",
     "parallelize_module",
+    "register_fsdp_forward_method",
+    "replicate",
+    "share_comm_ctx",
+    "zero",
 ]

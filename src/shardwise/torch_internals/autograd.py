@@ -1,4 +1,4 @@
-"""The state of autograd: whether a backward pass runs, forward-mode derivatives, and hooks that a tensor has."""
+"""The state of autograd: backward passes, the order in which they run nodes, forward-mode derivatives, and hooks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Variable, forward_ad
 
-__all__ = ["has_tangent", "in_backward", "restore_hooks"]
+__all__ = [
+    "at_backward_end",
+    "current_backward",
+    "has_saved_tensor_hooks",
+    "has_tangent",
+    "in_backward",
+    "restore_hooks",
+    "run_at_the_end",
+    "run_when_ready",
+]
 
 _current_task = torch._C._current_graph_task_id
 
@@ -34,6 +43,57 @@ def has_tangent(x: Tensor) -> bool:
     False
     """
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def current_backward() -> int:
+    """A number for the backward pass that this thread works for; -1 outside of one.
+
+    >>> current_backward()
+    -1
+    """
+    return _current_task()
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that runs, if it completes.
+
+    >>> seen = []
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> _ = x.register_hook(lambda grad: at_backward_end(lambda: seen.append("end")))
+    >>> (x * 2).sum().backward()
+    >>> seen
+    ['end']
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def run_when_ready(result: Tensor) -> None:
+    """Let a backward pass run the node of this result as soon as its gradients are there, before all other nodes."""
+    _set_priority(result, (1 << 64) - 1)
+
+
+def run_at_the_end(result: Tensor) -> None:
+    """Let a backward pass run the node of this result when there is nothing else to run."""
+    _set_priority(result, 0)
+
+
+def _set_priority(result: Tensor, number: int) -> None:
+    # the engine takes the ready node with the highest sequence number first
+    node: Any = result.grad_fn
+    if node is not None and hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(number)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether the call is inside a `saved_tensors_hooks` block, such as that of activation checkpointing.
+
+    >>> with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    ...     has_saved_tensor_hooks()
+    True
+    >>> has_saved_tensor_hooks()
+    False
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def restore_hooks(x: Tensor) -> list[Callable[..., Any]]:

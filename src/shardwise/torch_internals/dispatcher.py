@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ __all__ = [
     "overloads_of",
     "python_binding",
     "read_schema",
+    "records_views",
+    "tracking_views",
     "without_dispatch",
 ]
 
@@ -200,6 +202,24 @@ def boxed_call(func: Any) -> Callable[..., Any]:
 def without_dispatch() -> AbstractContextManager[Any]:
     """Inside, ops on tensor subclasses act on the wrapper alone: its sizes and strides."""
     return no_dispatch()
+
+
+@cache
+def records_views(func: Any) -> bool:
+    """Whether torch records a view or an in-place op itself, before the op reaches `__torch_dispatch__`.
+
+    >>> records_views(torch.ops.aten.view.default), records_views(torch.ops.aten.movedim.int)
+    (True, False)
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+
+
+def tracking_views() -> AbstractContextManager[Any]:
+    """Inside, views and in-place ops are recorded as such, which the ops that `__torch_dispatch__` calls are not otherwise.
+
+    Inference mode passes composite ops on whole, before the ops that they consist of are recorded.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def below_autograd() -> AbstractContextManager[Any]:

@@ -22,6 +22,9 @@ PASS_PLAIN_TENSORS = {"torch.autograd.gradcheck._gradcheck_helper": "perturbatio
 READ_MEMORY = {
     "torch.nested.nested_tensor": "torch.nested.nested_tensor([t.to_local() for t in tensors])",
     "torch.nested.as_nested_tensor": "torch.nested.as_nested_tensor([t.to_local() for t in tensors])",
+    "torch.nested.nested_tensor_from_jagged": "torch.nested.nested_tensor_from_jagged(x.to_local(), ...)",
+    "torch.nested.narrow": "torch.nested.narrow(x.to_local(), ...)",
+    "torch.nested.masked_select": "torch.nested.masked_select(x.to_local(), ...)",
     "torch.utils.dlpack.to_dlpack": "torch.utils.dlpack.to_dlpack(x.to_local())",
     "torch.to_dlpack": "torch.utils.dlpack.to_dlpack(x.to_local())",
 }

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as eval_frame
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "is_recorded", "is_tracing", "needs_concrete_values", "never_compile"]
+__all__ = [
+    "TRACED_CALL",
+    "TorchDispatchMode",
+    "is_recorded",
+    "is_recorded_block",
+    "is_tracing",
+    "needs_concrete_values",
+    "never_compile",
+    "record_constants",
+]
+
+TRACED_CALL = "torch.fx.experimental.proxy_tensor.proxy_call"
+"""The function that `make_fx` calls for each op: `proxy_call(mode, op, pre_dispatch, args, kwargs)`."""
 
 
 def is_tracing() -> bool:
@@ -32,6 +45,18 @@ def is_recorded(block: Tensor) -> bool:
     False
     """
     return isinstance(block, FakeTensor) or get_proxy_mode() is not None
+
+
+def is_recorded_block(mode: Any, block: Tensor) -> bool:
+    """Whether the graph that a proxy mode records has a node for this very tensor.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> seen = []
+    >>> _ = make_fx(lambda x: seen.append(is_recorded_block(get_proxy_mode(), x)) or x * 1)(torch.ones(2))
+    >>> seen
+    [True]
+    """
+    return bool(has_proxy_slot(block, mode.tracer))
 
 
 def needs_concrete_values(func: Any) -> Exception:
@@ -56,3 +81,25 @@ def never_compile(function: Callable[..., Any]) -> None:
     """
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def record_constants(mode: Any, tensors: Sequence[Any]) -> None:
+    """Have the graph that `make_fx` records hold tensors that are not its inputs, as attributes of its module.
+
+    It does so by itself for plain tensors. For a tensor subclass it records the ops inside the subclass, whose result then
+    is a constant.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def example(x):
+    ...     record_constants(get_proxy_mode(), [w])
+    ...     return x * w
+    >>> w = torch.ones(2)
+    >>> graph = make_fx(example)(torch.ones(2))
+    >>> [node.op for node in graph.graph.nodes]
+    ['placeholder', 'get_attr', 'call_function', 'output']
+    """
+    tracer = mode.tracer
+    for t in tensors:
+        if not has_proxy_slot(t, tracer):
+            node = tracer.create_arg(t)
+            track_tensor_tree(t, Proxy(node, tracer), constant=None, tracer=tracer)

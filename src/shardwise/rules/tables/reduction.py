@@ -87,7 +87,7 @@ def _empty_as(number: int) -> Callable[[Call, Place], Local | None]:
     """The local program of a max (0) or min (1): the result for an empty block is the lowest or the highest value."""
 
     def local(call: Call, place: Place) -> Local | None:
-        if 0 not in place.inputs[0] or 0 in call.shapes[0]:
+        if 0 not in place.inputs[0] or any(call.shapes[0][d] == 0 for d in call.dims()):
             return None
         value = _extremes(call.dtypes[0])[number]
         return Local((("aten.new_full.default", (Slot(0), list(place.outputs[0]), value), {}),))

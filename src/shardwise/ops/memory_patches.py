@@ -1,0 +1,63 @@
+"""Composite ops of torch that look at the memory of a tensor: at its storage offset, or at its conjugate bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.patches import KernelPatch, beneath_patches
+
+__all__ = ["memory_patches"]
+
+aten = torch.ops.aten
+
+
+def memory_patches() -> list[KernelPatch]:
+    """The patches of these ops."""
+    return [
+        KernelPatch(
+            aten.fill_diagonal_.default,
+            _fill_diagonal,
+            "torch writes to a strided view at the storage offset of the tensor, and that of a DTensor is not its block's",
+            lambda args, kwargs: isinstance(args[0], DTensor),
+        ),
+        *(
+            KernelPatch(
+                func,
+                lambda x: x.clone(),
+                "torch copies where the tensor has a lazy bit; a DTensor has a view without that bit instead",
+                lambda args, kwargs, view=view: _is_lazy(args[0], view),  # type: ignore[misc]
+            )
+            for func, view in (
+                (aten.resolve_conj.default, aten._conj.default),
+                (aten.resolve_neg.default, aten._neg_view.default),
+            )
+        ),
+    ]
+
+
+def _is_lazy(x: Any, view: Any) -> bool:
+    """Whether a plain tensor in place of this one would have the bit that a view op sets."""
+    found = False
+    while isinstance(x, DTensor) and x._source is not None:
+        found ^= x._source.func is view
+        x = x._source.base
+    return found
+
+
+def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    if x.dim() < 2 or (x.dim() > 2 and len(set(x.shape)) > 1):
+        with beneath_patches():
+            return x.fill_diagonal_(fill_value, wrap)  # torch says what is wrong
+    diagonal = x.diagonal()
+    for _ in range(x.dim() - 2):
+        diagonal = diagonal.diagonal(0, 0, -1)
+    diagonal.fill_(fill_value)
+    rows, columns = x.shape[:2]
+    if wrap and x.dim() == 2:
+        for start in range(columns + 1, rows, columns + 1):
+            x.diagonal(-start).fill_(fill_value)
+    return x

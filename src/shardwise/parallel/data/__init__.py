@@ -1,0 +1,28 @@
+"""The data-parallel engine: groups of parameters that move between the layouts they are stored and computed in."""
+
+from shardwise.parallel.data.api import fully_shard, replicate, share_comm_ctx
+from shardwise.parallel.data.explain import Explanation, explain
+from shardwise.parallel.data.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.parallel.data.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from shardwise.parallel.data.zero import zero
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "Explanation",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "explain",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "replicate",
+    "share_comm_ctx",
+    "zero",
+]

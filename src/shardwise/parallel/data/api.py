@@ -1,0 +1,212 @@
+"""`fully_shard` and `replicate`: data parallelism as a choice of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.parallel.data.group import Group
+from shardwise.parallel.data.layouts import DataAxes
+from shardwise.parallel.data.module import (
+    FSDPModule,
+    State,
+    make_data_parallel,
+    state_of,
+    watch_recomputation,
+)
+from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.data.shard import (
+    Dim,
+    check_modules,
+    data_axes,
+    default_mesh,
+    make_slots,
+    modules_to_call,
+    shard_dim,
+)
+
+__all__ = ["apply_layouts", "fully_shard", "replicate", "share_comm_ctx"]
+
+_BUCKET_MB = 25.0
+_DDP_OPTIONS = frozenset(
+    """device_ids output_device dim broadcast_buffers process_group bucket_cap_mb find_unused_parameters check_reduction
+    gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce mixed_precision device_mesh
+    skip_all_reduce_unused_params init_sync""".split()
+)
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Split the parameters of a module over the data axes of a mesh; they are gathered while they are needed.
+
+    The parameters that are not in a group yet become one: call it for submodules first and for the whole model last. Each
+    group is gathered by one collective when its module is called and again when the backward pass needs it, and its
+    gradients are averaged by one. Parameters may have any shape, be tied, frozen, or DTensors on other axes of the mesh.
+
+    Args:
+        module: the module, or a list of modules that form one group. A list or dict of modules is called by its elements.
+        mesh: one axis, over which parameters are split; or two, of which the first replicates them (HSDP). By default all
+            ranks.
+        reshard_after_forward: whether to free the gathered parameters after the forward pass. By default, all but the
+            outermost module do. A number frees them, too.
+        shard_placement_fn: returns `Shard(dim)` for a parameter; by default, dim 0 is split.
+        mp_policy: the dtypes of compute and reduction.
+        offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: the data axes of `mesh` by name, if it has others.
+
+    Returns:
+        The module, or the list. Its class is now also a `FSDPModule`, and its parameters are DTensors.
+
+    Raises:
+        LayoutError: the mesh, its axes or a placement do not fit.
+        RuntimeError: a module is data-parallel already.
+
+    Nothing is communicated: each rank takes its blocks from its own parameters.
+
+    >>> import torch, shardwise as sw
+    >>> from shardwise.fsdp import fully_shard
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    ...     model = fully_shard(torch.nn.Linear(3, 3), mesh=mesh)
+    ...     model(sw.per_rank(lambda rank: torch.full((1, 3), float(rank)))).sum().backward()
+    ...     print(model.weight.sharding, model.weight.grad.full_tensor().ranks[0])
+    [3:dp, 3] tensor([[0.5000, 0.5000, 0.5000],
+            [0.5000, 0.5000, 0.5000],
+            [0.5000, 0.5000, 0.5000]])
+    """
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    check_modules(modules, "fully_shard")
+    on = data_axes(mesh or default_mesh(modules), dp_mesh_dims, "fully_shard", shard=True)
+    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
+    apply_layouts(
+        modules,
+        on,
+        shard_dim(shard_placement_fn),
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        whole_mesh=dp_mesh_dims is not None,
+        reshard=reshard,
+    )
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def apply_layouts(
+    modules: Sequence[nn.Module],
+    on: DataAxes,
+    dim_of: Dim,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    ignored: Iterable[nn.Parameter] | None,
+    *,
+    whole_mesh: bool,
+    reshard: bool | None,
+    bucket_bytes: int | None = None,
+    prefix: str = "FSDP",
+) -> State:
+    """Make modules data-parallel whose parameters form one group, and return what they share."""
+    slots = make_slots(modules, set(ignored or ()), on, dim_of, whole_mesh, offload)
+    name = type(modules[0]).__name__
+    group = Group(name, slots, policy, bucket_bytes) if slots else None
+    state = State(name, group, policy, reshard)
+    called = [m for module in modules for m in modules_to_call(module)]
+    state.modules = max(1, len(called))
+    for module in {id(m): m for m in (*modules, *called)}.values():
+        make_data_parallel(module, state, prefix)
+    if group is not None:
+        watch_recomputation(modules, group)
+    return state
+
+
+def replicate(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **ddp_kwargs: Any,
+) -> Any:
+    """Replicate the parameters of a module over the data axes of a mesh, and average their gradients.
+
+    Gradients are all-reduced in buckets, each as soon as the backward pass has computed it.
+
+    Args:
+        module: the module.
+        ignored_modules: submodules whose parameters are left as they are.
+        mesh: a mesh of any number of axes, all of them data axes. By default all ranks.
+        mp_policy: the dtypes of compute and reduction.
+        offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: the data axes of `mesh` by name, if it has others.
+        **ddp_kwargs: the options of `DistributedDataParallel`. `bucket_cap_mb` and `find_unused_parameters` have their
+            meaning; the others are accepted, and without effect.
+
+    Returns:
+        The module. Its class is now also a `FSDPModule`, and its parameters are DTensors.
+
+    Raises:
+        LayoutError: the mesh does not fit.
+        RuntimeError: the module is data-parallel already.
+
+    Nothing is communicated before the backward pass: all ranks must have the same parameters.
+    """
+    check_modules([module], "replicate")
+    if unknown := sorted(set(ddp_kwargs) - _DDP_OPTIONS):
+        raise TypeError(
+            f"replicate got {', '.join(unknown)}.\n"
+            "  why: It takes its own arguments and the options of DistributedDataParallel.\n"
+            f"  fix: Leave {', '.join(unknown)} out."
+        )
+    on = data_axes(
+        mesh or ddp_kwargs.get("device_mesh") or default_mesh([module]),
+        dp_mesh_dims,
+        "replicate",
+        shard=False,
+    )
+    ignored = {*(ignored_params or ()), *(p for m in ignored_modules or () for p in m.parameters())}
+    cap = ddp_kwargs.get("bucket_cap_mb") or _BUCKET_MB
+    state = apply_layouts(
+        [module],
+        on,
+        lambda param: None,
+        mp_policy,
+        offload_policy,
+        ignored,
+        whole_mesh=dp_mesh_dims is not None,
+        reshard=None,
+        bucket_bytes=int(cap * 2**20),
+        prefix="Replicate",
+    )
+    if state.group is not None and ddp_kwargs.get("find_unused_parameters"):
+        state.group.reduce_unused = True
+    return module
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted: passes through different models already share what is to be shared."""
+    check = [m for m in modules if not isinstance(m, FSDPModule)]
+    if check:
+        raise ValueError(
+            f"share_comm_ctx got a {type(check[0]).__name__}.\n"
+            "  why: Only data-parallel modules communicate.\n"
+            "  fix: fully_shard(module, mesh=mesh) first"
+        )

@@ -1,0 +1,145 @@
+"""`explain`: the layouts of a data-parallel module, and the bytes that a training step sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.parallel.data.group import Group
+from shardwise.parallel.data.module import State, state_of
+from shardwise.parallel.data.reduction import pending_gradient
+from shardwise.plan import GroupedPlan
+
+__all__ = ["Explanation", "GroupTraffic", "explain"]
+
+
+@dataclass(frozen=True)
+class GroupTraffic:
+    """What one group sends in a training step of one forward and one backward pass.
+
+    Attributes:
+        name: the module.
+        parameters: the number of parameters.
+        layouts: stored, computed and gradient layouts, each with the number of parameters that have them.
+        gather: the plan of a gather.
+        gathers: how often it runs in a step.
+        reduce: the plans that reduce gradients, one for each bucket.
+        ranks: the number of ranks of the mesh.
+    """
+
+    name: str
+    parameters: int
+    layouts: tuple[tuple[str, int], ...]
+    gather: GroupedPlan
+    gathers: int
+    reduce: tuple[GroupedPlan, ...]
+    ranks: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that all ranks of the mesh send in a step."""
+        return self.gathers * self.gather.bytes + sum(plan.bytes for plan in self.reduce)
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives in a step."""
+        return self.gathers * self.gather.collectives + sum(plan.collectives for plan in self.reduce)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. Print it."""
+
+    groups: tuple[GroupTraffic, ...]
+
+    @property
+    def bytes_per_rank(self) -> float:
+        """The bytes that a rank sends in a step, on average over the ranks."""
+        return sum(g.bytes / g.ranks for g in self.groups)
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives in a step."""
+        return sum(g.collectives for g in self.groups)
+
+    def __str__(self) -> str:
+        lines = []
+        for g in self.groups:
+            per_rank = g.bytes / g.ranks
+            lines.append(f"{g.name}: {g.parameters} parameters, {per_rank:,.0f} B per rank and step")
+            lines.append(f"  {g.gathers} × gather   {g.gather.bytes / g.ranks:,.0f} B")
+            reduced = sum(plan.bytes for plan in g.reduce) / g.ranks
+            lines.append(f"  {len(g.reduce)} × reduce   {reduced:,.0f} B")
+            lines += [
+                f"  {text}" + (f"   ({count} parameters)" if count > 1 else "") for text, count in g.layouts
+            ]
+        total = f"total: {self.bytes_per_rank:,.0f} B per rank and step, {self.collectives} collectives"
+        return "\n".join([*lines, total])
+
+
+def explain(module: nn.Module) -> Explanation:
+    """The groups of a data-parallel model, their layouts, and what a training step sends, as the plans predict it.
+
+    Args:
+        module: the outermost data-parallel module.
+
+    Returns:
+        An `Explanation`, which prints as a table. It is of one forward and one backward pass in which each module is
+        called once. After a first step it knows which groups the backward pass gathers.
+
+    Raises:
+        ValueError: nothing in the module is data-parallel.
+
+    Nothing is communicated.
+
+    >>> import torch, shardwise as sw
+    >>> from shardwise.parallel import explain, fully_shard
+    >>> with sw.simulate(2):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    ...     print(explain(fully_shard(torch.nn.Linear(4, 6), mesh=mesh)))
+    Linear: 2 parameters, 120 B per rank and step
+      1 × gather   60 B
+      1 × reduce   60 B
+      stored [6:dp, 4], computed [6, 4], gradient [6, 4] P(dp,avg) -> [6:dp, 4]
+      stored [6:dp], computed [6], gradient [6] P(dp,avg) -> [6:dp]
+    total: 120 B per rank and step, 2 collectives
+    """
+    states = {id(s): s for m in module.modules() if (s := state_of(m)) is not None}
+    found = [s for s in states.values() if s.group is not None]
+    if not found:
+        raise ValueError(
+            f"explain got a {type(module).__name__} without data-parallel modules.\n"
+            "  why: It prints the groups that fully_shard, replicate or zero make.\n"
+            "  fix: fully_shard(module, mesh=mesh) first"
+        )
+    root = state_of(module)
+    return Explanation(tuple(_traffic(s, s.group, root) for s in found if s.group is not None))
+
+
+def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
+    reshard = state is not root if state.reshard is None else state.reshard
+    again = reshard
+    if again and group.backward_order is not None and not group.backward_order.is_empty:
+        again = group in group.backward_order
+    texts = Counter(
+        f"stored {s.stored}, computed {s.computed}, gradient {_gradient(group, i)}"
+        for i, s in enumerate(group.slots)
+    )
+    return GroupTraffic(
+        group.name,
+        len(group.slots),
+        tuple(texts.items()),
+        group.gather_plan(),
+        1 + again,
+        tuple(group.reduction_plans()),
+        group.mesh.size(),
+    )
+
+
+def _gradient(group: Group, i: int) -> str:
+    slot = group.slots[i]
+    if not slot.param.requires_grad:
+        return "none"
+    return f"{pending_gradient(slot, slot.computed, 'avg')} -> {slot.stored}"

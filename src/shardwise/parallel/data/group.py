@@ -1,0 +1,400 @@
+"""A group of parameters that is gathered and reduced together."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.parallel.data.layouts import common_mesh
+from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
+from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
+from shardwise.parallel.data.policy import MixedPrecisionPolicy
+from shardwise.parallel.data.reduction import Reduction, reduction_plan
+from shardwise.parallel.data.slot import Slot
+from shardwise.plan import GroupedPlan
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.redistribute_many import PendingBlocks
+from shardwise.torch_internals.autograd import in_backward, run_at_the_end, run_when_ready
+
+__all__ = ["Group", "forget_interrupted_passes"]
+
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_MOST_REDUCTIONS = 2  # that run at the same time; each holds the unreduced gradients of a group
+
+
+class Group:
+    """Parameters that are gathered and reduced together, with what is known about them in the current pass.
+
+    Attributes:
+        name: the name of the module in messages.
+        slots: the parameters.
+        mesh: the mesh of the collectives.
+        buckets: the slots whose gradients are reduced together, in the order in which they are expected.
+        sync: whether gradients are reduced; if not, they are accumulated on each rank.
+        reshard_after_backward: whether gathered blocks are freed after the backward pass.
+        reduce_unused: whether parameters without a gradient on this rank count as having a gradient of zero.
+        ahead: the groups to gather ahead in forward and backward, instead of the observed next one.
+    """
+
+    def __init__(
+        self, name: str, slots: list[Slot], policy: MixedPrecisionPolicy, bucket_bytes: int | None
+    ) -> None:
+        self.name, self.slots, self.policy = name, slots, policy
+        self.mesh: DeviceMesh = common_mesh([slot.layout.mesh for slot in slots])
+        for slot in slots:
+            slot.use_mesh(self.mesh)
+        self.buckets = _buckets(slots, bucket_bytes)
+        self.sync = self.reshard_after_backward = True
+        self.reduce_unused = False
+        self.ahead: dict[str, list[Group]] = {}
+        self._reset()
+        self.reduction = Reduction(policy.reduce_dtype)
+        _groups[next(_numbers)] = self
+
+    def _reset(self) -> None:
+        self.gathered = GatheredBlocks()
+        self._accumulated: dict[int, Tensor] = {}
+        self._tensors: tuple[tuple[Pass | None, bool], list[Tensor]] | None = None
+        self._depth = 0
+        self._pass: Pass | None = None  # the last one outside of backward passes
+        self._recomputes = False
+        self.is_pinned = False  # by unshard(), until reshard()
+        self.backward_order: Order[Group] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        out = object.__new__(Group)
+        memo[id(self)] = out
+        vars(out).update(vars(self))
+        out.slots = [copy.deepcopy(slot, memo) for slot in self.slots]
+        out.ahead = {key: [copy.deepcopy(g, memo) for g in groups] for key, groups in self.ahead.items()}
+        out._reset()
+        out.reduction = copy.copy(self.reduction)
+        out.reduction.forget()
+        _groups[next(_numbers)] = out
+        return out
+
+    # ---- gathering
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether a parameter is computed with in another layout than it is stored in."""
+        return any(slot.is_moved for slot in self.slots)
+
+    def gather_plan(self) -> GroupedPlan:
+        """The plan that gathers the parameters."""
+        return gather_plan(self.slots, self.policy.param_dtype)
+
+    def start_gathering(self) -> None:
+        """Begin to gather, unless it has begun."""
+        self.gathered.start(self.slots, self.mesh, self.policy.param_dtype)
+
+    def gather(self) -> list[Tensor]:
+        """The gathered blocks."""
+        return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
+
+    def gather_in_order(self, order: Order[Group], direction: str) -> list[Tensor]:
+        """The gathered blocks, beginning to gather what was needed next in the previous pass."""
+        if not self.is_moved:
+            return self.gather()
+        if not self.gathered.are_here:
+            order.needed(self)
+        blocks = self.gather()
+        following = order.next_after(self)
+        for group in self.ahead.get(direction) or ([] if following is None else [following]):
+            if not group.gathered.are_wanted and group.is_moved and group not in order:
+                order.ahead(group)
+                group.start_gathering()
+        return blocks
+
+    def free(self) -> None:
+        """Free the gathered blocks, unless unshard() was called."""
+        if not self.is_pinned:
+            if self._recomputes:
+                self._restore()
+            self._tensors = None
+            self.gathered.free()
+
+    def block_for_backward(self, slot: int, stamp: object) -> Tensor:
+        """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
+        block = self._gather_in_backward()[slot]
+        if self.gathered.stamp != stamp:
+            raise RuntimeError(
+                f"A parameter of {self.name} needed for gradient computation has been modified by an inplace operation.\n"
+                "  why: The parameters were written to between the forward and the backward pass.\n"
+                "  fix: Call backward() before optimizer.step(), or run the forward pass again."
+            )
+        return block
+
+    def _gather_in_backward(self) -> list[Tensor]:
+        backward = current_backward_pass()
+        if backward is None or self.backward_order is None:
+            return self.gather()
+        self._take_part(backward)
+        backward.begin_order(self.backward_order)
+        return self.gather_in_order(self.backward_order, "backward")
+
+    def _take_part(self, backward: Backward) -> None:
+        backward.at_end(_reduce_accumulated, _reduce_accumulated)
+        backward.at_end(self, self.finish_backward)
+        if self.backward_order is not None:
+            backward.at_end(self.backward_order, self.backward_order.drop_unused)
+
+    # ---- calls
+
+    def enter(self) -> None:
+        """Let the modules have the gathered tensors; calls may be nested."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        now = current_pass()
+        if in_backward():  # activation checkpointing runs the forward pass again
+            self._gather_in_backward()
+        elif now is not None:
+            self._pass = now
+            self.backward_order = now.root.backward_order
+            self.gather_in_order(now.root.forward_order, "forward")
+        self._register(now)
+
+    def _register(self, now: Pass | None) -> None:
+        for slot, tensor in zip(self.slots, self._current_tensors(now), strict=True):
+            slot.register(tensor)
+
+    def _restore(self) -> None:
+        if self._depth == 0 and not self.is_pinned:
+            self._recomputes = False
+            for slot in self.slots:
+                slot.restore()
+
+    def enter_recomputation(self) -> None:
+        """Let the modules have the gathered tensors until the end of the backward pass, or until they are reduced.
+
+        Activation checkpointing runs parts of the module again, without calling the module itself.
+        """
+        if self._depth == 0 and not self._recomputes and not self.is_pinned:
+            self._recomputes = True
+            self._gather_in_backward()
+            self._register(self._pass)
+
+    def leave(self, free: bool) -> None:
+        """Let the modules have the stored parameters again."""
+        self._depth -= 1
+        self._restore()
+        if self._depth == 0 and free and not in_backward():
+            self.free()
+
+    def pin(self) -> None:
+        """Let the modules have the gathered tensors until `unpin`."""
+        if not self.is_pinned:
+            self.is_pinned = True
+            self.gather()
+            self._register(None)
+
+    def unpin(self) -> None:
+        """Let the modules have the stored parameters, and free the gathered blocks."""
+        self.is_pinned = False
+        self._restore()
+        if self._depth == 0:
+            self.free()
+
+    def _current_tensors(self, now: Pass | None) -> list[Tensor]:
+        """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once."""
+        key = (now, torch.is_grad_enabled())
+        stale = self._tensors is None or self._tensors[0] != key or not self.gathered.are_here
+        if stale or self._tensors is None:
+            whole = now is not None and now.on_whole_mesh
+            # tensors of inference mode could not be used outside of it
+            with torch.inference_mode(False), torch.set_grad_enabled(key[1]):
+                self._tensors = (key, self._tensors_of(self.gather(), whole))
+        return self._tensors[1]
+
+    def _tensors_of(self, blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
+        """The tensors to compute with; those that need gradients are connected to the stored parameters."""
+        out: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            trained = [i for i in bucket if self.slots[i].param.requires_grad]
+            if trained and torch.is_grad_enabled():
+                stored = _Accumulate.apply(*(self.slots[i].param for i in trained))  # type: ignore[no-untyped-call]
+                run_at_the_end(stored[0])
+                raw = list(_Unshard.apply(self, tuple(trained), whole, tuple(blocks), *stored))  # type: ignore[no-untyped-call]
+                run_when_ready(raw[0])
+                for i in trained:
+                    count = len(self.slots[i].raw(blocks[i], whole))
+                    out[i] = self.slots[i].joined(raw[:count])
+                    del raw[:count]
+        for i, slot in enumerate(self.slots):
+            if i not in out:
+                out[i] = slot.joined(slot.raw(blocks[i], whole))
+        return [out[i] for i in range(len(self.slots))]
+
+    # ---- gradients
+
+    def reduction_plans(self) -> list[GroupedPlan]:
+        """The plans that reduce the gradients of all parameters that have one, in each bucket."""
+        out = []
+        for bucket in self.buckets:
+            slots = [self.slots[i] for i in bucket if self.slots[i].param.requires_grad]
+            dtypes = [
+                self.policy.reduce_dtype or compute_dtype(slot, self.policy.param_dtype) for slot in slots
+            ]
+            if slots:
+                out.append(reduction_plan(slots, dtypes))
+        return out
+
+    def reduce(self, grads: dict[int, Tensor | None]) -> list[DTensor | None]:
+        """Reduce the gradients of some slots, or accumulate them; returns those of the stored parameters."""
+        backward = current_backward_pass()
+        if backward is not None:
+            self._take_part(backward)
+        for i, grad in grads.items():
+            if grad is not None:
+                self._accumulate(i, grad)
+        if self.reshard_after_backward:
+            self.free()
+        if not self.sync:
+            return [None] * len(grads)
+        given = {i: self._accumulated.pop(i) for i in grads if i in self._accumulated}
+        if self.reduce_unused:
+            given |= {i: self._zero(i) for i in grads if i not in given}
+        found = self._start_reduction(given)
+        return [found.get(i) for i in grads]
+
+    def _accumulate(self, i: int, grad: Tensor) -> None:
+        before = self._accumulated.get(i)
+        dtype = self.policy.reduce_dtype
+        if not self.sync and dtype is not None and grad.dtype is not dtype:
+            grad = grad.to(dtype)  # accumulated in the dtype that they are reduced in
+        if before is not None:
+            grad = before + (grad if grad.dtype is before.dtype else grad.to(before.dtype))
+        self._accumulated[i] = grad
+
+    def _zero(self, i: int) -> Tensor:
+        slot = self.slots[i]
+        block = torch.zeros_like(self.gather()[i])
+        return slot.joined(slot.raw(block, on_whole_mesh=False))
+
+    def _start_reduction(self, given: dict[int, Tensor]) -> dict[int, DTensor]:
+        if not given and not self.reduction.keeps:
+            return {}
+        while len(_reductions) >= _MOST_REDUCTIONS:
+            _reductions.pop(0).wait()
+        found, pending = self.reduction.start(dict(enumerate(self.slots)), given)
+        if pending is not None and not pending.is_complete:
+            _reductions.append(pending)
+        return found
+
+    def reduce_accumulated(self) -> None:
+        """Reduce gradients of earlier passes whose parameters were not used in the last one."""
+        if self.sync and (self._accumulated or (self.reduction.all_reduce and self.reduction.keeps)):
+            given, self._accumulated = self._accumulated, {}
+            for i, grad in self._start_reduction(given).items():
+                param, block = self.slots[i].param, DTensor(grad._local_tensor, grad._spec)
+                param.grad = block if param.grad is None else param.grad + block
+
+    def finish_backward(self) -> None:
+        """The end of a backward pass that this group took part in."""
+        if self._recomputes:
+            self._restore()
+        if self.reshard_after_backward and not self.is_pinned:
+            self._tensors = None
+            self.gathered.drop_all()
+
+    def forget(self) -> None:
+        """Drop everything that belongs to passes: gathered blocks and gradients that are not reduced."""
+        self._accumulated.clear()
+        self.reduction.forget()
+        self._depth = 0
+        if not self.is_pinned:
+            self._restore()
+            self._tensors = None
+            self.gathered.drop_all()
+
+
+_reductions: list[PendingBlocks] = []
+
+
+def forget_interrupted_passes() -> None:
+    """After a backward pass that ended by an exception: drop its gathered blocks and unreduced gradients."""
+    _reductions.clear()
+    for group in _every_group():
+        group.forget()
+
+
+def _every_group() -> list[Group]:
+    """All groups, in the order in which they were created: the same on all ranks."""
+    return [group for _, group in sorted(_groups.items())]
+
+
+def _reduce_accumulated() -> None:
+    """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
+    for group in _every_group():
+        group.reduce_accumulated()
+
+
+def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
+    """The slots in one bucket; or from the last to the first, in buckets of up to so many bytes."""
+    if most is None:
+        return [list(range(len(slots)))]
+    out: list[list[int]] = [[]]
+    size = 0
+    for i in reversed(range(len(slots))):
+        nbytes = slots[i].param.nbytes
+        if out[-1] and size + nbytes > most:
+            out.append([])
+            size = 0
+        out[-1].append(i)
+        size += nbytes
+    return out
+
+
+class _Accumulate(torch.autograd.Function):
+    """`apply(*stored parameters)`: the same tensors. Its backward waits for gradients that are being reduced.
+
+    It runs when the rest of the backward pass has run, so that the reductions overlap with it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *params: DTensor) -> tuple[DTensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(DTensor(p._local_tensor, p._spec) for p in params)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return tuple(None if g is None else DTensor(g._local_tensor, g._spec) for g in grads)
+
+
+class _Unshard(torch.autograd.Function):
+    """`apply(group, slots, on the whole mesh, gathered blocks, *stored parameters)`: the tensors to compute with."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Group,
+        slots: tuple[int, ...],
+        whole: bool,
+        blocks: Sequence[Tensor],
+        *stored: DTensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.slots = group, slots
+        ctx.set_materialize_grads(False)
+        raw = [group.slots[i].raw(blocks[i], whole) for i in slots]
+        ctx.counts = [len(some) for some in raw]
+        return tuple(t for some in raw for t in some)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rest = iter(grads)
+        found: dict[int, Tensor | None] = {}
+        for i, count in zip(ctx.slots, ctx.counts, strict=True):
+            found[i] = ctx.group.slots[i].joined_grads([next(rest) for _ in range(count)])
+        return (None, None, None, None, *ctx.group.reduce(found))

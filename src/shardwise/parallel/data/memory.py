@@ -1,0 +1,104 @@
+"""Gathering the parameters of a group: plans, the gathered blocks, and gathering ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.parallel.data.saved import Owner, forget_blocks, register_blocks
+from shardwise.parallel.data.slot import Slot
+from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
+from shardwise.tensor.redistribute_many import PendingBlocks, start_moving_blocks
+
+__all__ = ["GatheredBlocks", "compute_dtype", "gather_plan"]
+
+
+def compute_dtype(slot: Slot, param_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a parameter is computed with."""
+    own: torch.dtype = slot.param.dtype
+    return param_dtype if param_dtype is not None and own.is_floating_point else own
+
+
+def gather_plan(slots: Sequence[Slot], param_dtype: torch.dtype | None) -> GroupedPlan:
+    """The plan that gathers the parameters of a group."""
+    return plan_redistribute_many(
+        Item(slot.stored, slot.computed, compute_dtype(slot, param_dtype)) for slot in slots
+    )
+
+
+class _Gathered(NamedTuple):
+    stamp: tuple[object, ...]
+    blocks: list[Tensor]
+    keys: list[int]
+
+
+class GatheredBlocks:
+    """The gathered blocks of a group's parameters, while they are needed."""
+
+    def __init__(self) -> None:
+        self._coming: tuple[tuple[object, ...], PendingBlocks] | None = None
+        self._here: _Gathered | None = None
+
+    @property
+    def are_here(self) -> bool:
+        """Whether blocks are held."""
+        return self._here is not None
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether blocks are held or on their way."""
+        return self._here is not None or self._coming is not None
+
+    @property
+    def stamp(self) -> tuple[object, ...] | None:
+        """The stamp of the parameters when they were gathered."""
+        return None if self._here is None else self._here.stamp
+
+    def start(self, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+        """Begin to gather, unless it has begun."""
+        stamp = tuple(slot.stamp() for slot in slots)
+        if self._here is not None and self._here.stamp != stamp:
+            self.free()
+        if self._coming is not None and self._coming[0] != stamp:
+            self._drop_coming()
+        if self._here is None and self._coming is None:
+            device = mesh.device_type
+            blocks = []
+            for slot in slots:
+                block = slot.param._local_tensor
+                dtype = compute_dtype(slot, param_dtype)
+                same = block.dtype is dtype and block.device.type in (device, "meta")
+                blocks.append(block if same else block.to(device=device, dtype=dtype))
+            plan = gather_plan(slots, param_dtype)
+            self._coming = (stamp, start_moving_blocks(plan, blocks, mesh))
+
+    def wait(
+        self, owner: Owner, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None
+    ) -> list[Tensor]:
+        """The gathered blocks of the parameters as they are now."""
+        self.start(slots, mesh, param_dtype)
+        if self._here is None and self._coming is not None:
+            (stamp, coming), self._coming = self._coming, None
+            blocks = coming.wait()
+            self._here = _Gathered(stamp, blocks, register_blocks(owner, stamp, blocks))
+        return [] if self._here is None else self._here.blocks
+
+    def free(self) -> None:
+        """Drop the blocks. Tensors that share their memory keep it."""
+        if self._here is not None:
+            forget_blocks(self._here.keys)
+            self._here = None
+
+    def drop_all(self) -> None:
+        """Drop the blocks, also those on their way."""
+        self.free()
+        self._drop_coming()
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            (_, coming), self._coming = self._coming, None
+            coming.wait()

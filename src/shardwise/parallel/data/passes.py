@@ -1,0 +1,147 @@
+"""Passes through a model: the outermost call of a data-parallel module, and the backward passes.
+
+A pass knows the order in which groups were needed, so that the next one can gather ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+from shardwise.torch_internals.autograd import at_backward_end, current_backward
+
+__all__ = [
+    "Backward",
+    "Order",
+    "Pass",
+    "backward_was_interrupted",
+    "current_backward_pass",
+    "current_pass",
+    "new_pass",
+]
+
+G = TypeVar("G")
+
+
+class Order(Generic[G]):
+    """The order in which groups were needed in the previous pass and so far in this one."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, weakref.ref[Any]] = {}
+        self._now: list[weakref.ref[Any]] = []
+        self._ahead: list[Any] = []
+
+    def start(self) -> None:
+        """Begin a pass: what was seen since the last call is the previous order."""
+        if self._now:
+            refs = self._now
+            self._before = {id(a()): b for a, b in itertools.pairwise(refs)}
+        self._now = []
+
+    def needed(self, group: G) -> None:
+        """Record that a group is needed."""
+        self._now.append(weakref.ref(group))
+
+    def ahead(self, group: G) -> None:
+        """Record that a group is gathered ahead."""
+        self._ahead.append(group)
+
+    def drop_unused(self) -> None:
+        """At the end of a pass, free what was gathered ahead and not needed."""
+        for group in self._ahead:
+            if group not in self:
+                group.gathered.drop_all()
+        self._ahead.clear()
+
+    def next_after(self, group: G) -> G | None:
+        """The group that was needed after this one in the previous pass."""
+        found = self._before.get(id(group))
+        return None if found is None else found()
+
+    def __contains__(self, group: object) -> bool:
+        return any(ref() is group for ref in self._now)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no group was needed so far in this pass."""
+        return not self._now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Order[G]:
+        return Order()
+
+
+class Pass:
+    """One outermost call: the state of its module, and whether its data are DTensors on the whole mesh."""
+
+    def __init__(self, root: Any, on_whole_mesh: bool) -> None:
+        self.root, self.on_whole_mesh = root, on_whole_mesh
+
+
+_current: ContextVar[Pass | None] = ContextVar("shardwise_data_parallel_pass", default=None)
+
+
+def current_pass() -> Pass | None:
+    """The pass that runs, or None outside of data-parallel modules."""
+    return _current.get()
+
+
+@contextmanager
+def new_pass(root: Any, on_whole_mesh: bool) -> Iterator[Pass]:
+    """Run the outermost call of a data-parallel module."""
+    token = _current.set(Pass(root, on_whole_mesh))
+    try:
+        yield _current.get()  # type: ignore[misc]
+    finally:
+        _current.reset(token)
+
+
+class Backward:
+    """One backward pass. `finish` functions run at its end, in the order in which they were given."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.orders: dict[int, Order[Any]] = {}
+        self._finish: dict[Any, Callable[[], None]] = {}
+
+    def at_end(self, key: Any, finish: Callable[[], None]) -> None:
+        """Call a function at the end of the pass, once for each key."""
+        self._finish.setdefault(key, finish)
+
+    def run_finish(self) -> None:
+        """End the pass."""
+        _backwards.pop(self.number, None)
+        for finish in list(self._finish.values()):
+            finish()
+
+    def begin_order(self, order: Order[Any]) -> None:
+        """Begin an order at its first use in this pass."""
+        if id(order) not in self.orders:
+            self.orders[id(order)] = order
+            order.start()
+
+
+_backwards: dict[int, Backward] = {}
+
+
+def current_backward_pass() -> Backward | None:
+    """The backward pass that runs, or None."""
+    number = current_backward()
+    if number == -1:
+        return None
+    found = _backwards.get(number)
+    if found is None:
+        found = _backwards[number] = Backward(number)
+        at_backward_end(found.run_finish)
+    return found
+
+
+def backward_was_interrupted() -> bool:
+    """Whether a backward pass began that neither ended nor runs, because of an exception; asking forgets it."""
+    if not _backwards or current_backward() != -1:
+        return False
+    _backwards.clear()
+    return True

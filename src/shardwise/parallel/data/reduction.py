@@ -1,0 +1,135 @@
+"""Reducing the gradients of a group: from one that differs along the data axes to the layout of the stored parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import Pending
+from shardwise.layout import Layout, Spec, contiguous_stride
+from shardwise.parallel.data.layouts import lifted
+from shardwise.parallel.data.slot import Slot
+from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
+from shardwise.tensor.async_tensor import AsyncDTensor
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
+
+__all__ = ["Reduction", "pending_gradient", "reduction_plan"]
+
+
+def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
+    """The plan that reduces gradients which are computed from each rank's own data."""
+    return plan_redistribute_many(
+        Item(pending_gradient(slot, slot.computed, "avg"), slot.stored, dtype)
+        for slot, dtype in zip(slots, dtypes, strict=True)
+    )
+
+
+def pending_gradient(slot: Slot, layout: Layout, op: str) -> Layout:
+    """The layout, on the group's mesh, of a gradient that differs along the data axes."""
+    over = lifted(slot.layout.pending_gradient(slot.layout.computed, op), slot.layout.mesh, slot.mesh)
+    return layout.with_partial(dict(layout.partial) | dict(over.partial))
+
+
+class _Gradient(NamedTuple):
+    block: Tensor
+    layout: Layout
+
+
+class Reduction:
+    """How the gradients of a group are reduced.
+
+    Attributes:
+        reduce_dtype: the dtype to reduce in; None for that of the gradients.
+        divisor: the number to divide the sum by; None for the number of ranks with data of their own.
+        all_reduce: whether to reduce over the axes that replicate parameters; if not, the partial sums are kept.
+    """
+
+    def __init__(self, reduce_dtype: torch.dtype | None) -> None:
+        self.reduce_dtype = reduce_dtype
+        self.divisor: float | None = None
+        self.all_reduce = True
+        self._kept: dict[int, _Gradient] = {}  # partial sums over the axes that split parameters
+
+    def forget(self) -> None:
+        """Drop partial sums."""
+        self._kept.clear()
+
+    @property
+    def keeps(self) -> list[int]:
+        """The slots with partial sums."""
+        return list(self._kept)
+
+    def start(
+        self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
+    ) -> tuple[dict[int, DTensor], PendingBlocks | None]:
+        """Begin to reduce gradients; returns those of the stored parameters, which wait when they are used."""
+        given = {i: self._gradient(slots[i], g) for i, g in grads.items()}
+        mesh = next(iter(slots.values())).mesh
+        if not self.all_reduce or self._kept:
+            given = self._scattered(slots, given, mesh)
+            if not self.all_reduce:
+                self._kept = given
+                return {}, None
+            self._kept.clear()
+        plan = plan_redistribute_many(
+            Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items()
+        )
+        pending = start_moving_blocks(plan, [g.block for g in given.values()], mesh)
+        out = {}
+        for n, (i, g) in enumerate(given.items()):
+            out[i] = self._result(slots[i], pending, n, g.block)
+        return out, pending
+
+    def _gradient(self, slot: Slot, grad: Tensor) -> _Gradient:
+        """The block of a gradient in the dtype to reduce in, and its layout on the group's mesh."""
+        op = "avg" if self.divisor is None else "sum"
+        layout, block = slot.computed, grad
+        if isinstance(grad, DTensor):
+            layout, block = lifted(grad.sharding, grad.device_mesh, slot.mesh), grad._local_tensor
+        if not isinstance(grad, DTensor) or grad.device_mesh != slot.layout.mesh:
+            layout = pending_gradient(slot, layout, op)  # each rank computed it from its own data
+        dtype = self.reduce_dtype or block.dtype
+        return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
+
+    def _scattered(
+        self, slots: Mapping[int, Slot], given: Mapping[int, _Gradient], mesh: DeviceMesh
+    ) -> dict[int, _Gradient]:
+        """Gradients reduced over the axes that split parameters, with the partial sums of earlier passes added."""
+        targets = {}
+        for i, g in given.items():
+            stored = slots[i].stored
+            left = {
+                a: op for a, op in g.layout.partial if a not in stored.sharded and a in slots[i].replicate
+            }
+            targets[i] = stored.with_partial(left)
+        plan = plan_redistribute_many(Item(g.layout, targets[i], g.block.dtype) for i, g in given.items())
+        found = move_blocks(plan, [g.block for g in given.values()], mesh) if given else []
+        out = {i: _Gradient(b, targets[i]) for i, b in zip(given, found, strict=True)}
+        for i, kept in self._kept.items():
+            if i in out:
+                out[i] = _Gradient(out[i].block + kept.block, out[i].layout)
+            else:
+                out[i] = kept
+        return out
+
+    def _result(self, slot: Slot, pending: PendingBlocks, n: int, like: Tensor) -> DTensor:
+        """The reduced gradient of the stored parameter."""
+        param, divisor = slot.param, self.divisor
+        shape = torch.Size(slot.layout.stored.shape)
+        spec = Spec(slot.layout.mesh, slot.layout.stored, param.dtype, shape, contiguous_stride(shape))
+
+        def finish() -> Tensor:
+            block = pending.wait()[n]
+            block = block if divisor is None else block / divisor
+            target = param._local_tensor
+            same = block.dtype is target.dtype and block.device == target.device
+            return block if same else block.to(device=target.device, dtype=target.dtype)
+
+        if pending.is_complete:
+            return DTensor(finish(), spec)
+        return AsyncDTensor(Pending(finish, like.device), spec)

@@ -1,0 +1,202 @@
+"""Turning the parameters of modules into a group: finding them, storing them in their layout, replacing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.comm import axes_of, block_of, on_mesh
+from shardwise.comm.simulate import at_simulation_end
+from shardwise.layout import LayoutError, Spec, contiguous_stride
+from shardwise.parallel.data.layouts import DataAxes, ParameterLayout, parameter_layout
+from shardwise.parallel.data.module import FSDPModule, state_of
+from shardwise.parallel.data.policy import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from shardwise.parallel.data.slot import Slot
+from shardwise.tensor.construct import empty_like_block
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.modules import own_parameters, set_parameter
+
+__all__ = ["check_modules", "data_axes", "default_mesh", "make_slots", "modules_to_call", "shard_dim"]
+
+_LAYOUT, _STORED = "_shardwise_layout", "_shardwise_stored"
+Dim = Callable[[nn.Parameter], int | None]
+
+_default_meshes: dict[tuple[int, str], DeviceMesh] = {}
+at_simulation_end(_default_meshes.clear)
+
+
+def default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
+    """The mesh of one axis with all ranks, on the device of the modules; the same one for all calls."""
+    if not dist.is_initialized():
+        raise LayoutError(
+            "A module cannot be made data-parallel: there is no mesh.",
+            why="mesh was not given, and torch.distributed is not initialized.",
+            fix="Start with torchrun or shardwise.launch, or pass mesh=init_device_mesh(…).",
+        )
+    devices = [p.device.type for m in modules for p in m.parameters()]
+    kind = next((d for d in devices if d != "meta"), "cpu")
+    key = (id(dist.group.WORLD), kind)
+    if key not in _default_meshes:
+        _default_meshes[key] = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return _default_meshes[key]
+
+
+def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *, shard: bool) -> DataAxes:
+    """The data axes of a mesh: all of them, or those that `dims` names."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{what} got {type(mesh).__name__} for a mesh.\n"
+            "  why: mesh is a DeviceMesh.\n"
+            "  fix: Make one with init_device_mesh."
+        )
+    on = axes_of(mesh)
+    if dims is not None:
+        split = tuple(on.index(n) for n in dims.shard_names)
+        copied = tuple(on.index(n) for n in dims.replicate_names)
+        if set(split) & set(copied):
+            raise LayoutError(
+                f"{what} got {dims}.",
+                why="An axis splits parameters or replicates them.",
+                fix="Name each axis once.",
+            )
+        return DataAxes(mesh, split if shard else (), copied if shard else tuple(sorted({*split, *copied})))
+    if not shard:
+        return DataAxes(mesh, (), tuple(range(mesh.ndim)))
+    if mesh.ndim > 2:
+        raise LayoutError(
+            f"{what} got a mesh of {mesh.ndim} axes ({on}).",
+            why="A mesh of one axis splits parameters over it; one of two replicates over the first and splits over the second.",
+            fix=f'Pass a slice, mesh["dp"], or name the axes: dp_mesh_dims=DataParallelMeshDims(shard="{on.names[0]}").',
+        )
+    return DataAxes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)))
+
+
+def shard_dim(fn: Callable[[nn.Parameter], Any] | None) -> Dim:
+    """The dim of a parameter that the data axes split: what the user's function says, or the first."""
+
+    def dim_of(param: nn.Parameter) -> int | None:
+        given = None if fn is None else fn(param)
+        given = getattr(given, "placement", given)
+        if not param.dim():
+            return None
+        dim = 0 if given is None else getattr(given, "dim", None)
+        if not isinstance(dim, int) or not -param.dim() <= dim < param.dim():
+            raise LayoutError(
+                f"shard_placement_fn returned {given!r} for a parameter of shape {tuple(param.shape)}.",
+                why="It returns Shard(dim) of one of the parameter's dims, or None for Shard(0).",
+                fix=f"Return Shard(dim) with a dim in {-param.dim()}..{param.dim() - 1}.",
+            )
+        return dim % param.dim()
+
+    return dim_of
+
+
+def check_modules(modules: Sequence[Any], what: str) -> None:
+    """Raise unless these are modules that are not data-parallel yet."""
+    if not modules:
+        raise ValueError(
+            f"{what} got an empty list.\n  why: There is nothing to shard.\n  fix: {what}([module, …], mesh=mesh)"
+        )
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"{what} got a {type(module).__name__}.\n  why: It applies to modules.\n  fix: {what}(module, mesh=mesh)"
+            )
+        if isinstance(module, FSDPModule) or state_of(module) is not None:
+            raise RuntimeError(
+                f"{what} was called twice for a {type(module).__name__}.\n"
+                "  why: Its parameters are in a group already.\n"
+                f"  fix: Call {what} once for each module, and for submodules before the modules that contain them."
+            )
+
+
+def modules_to_call(module: nn.Module) -> list[nn.Module]:
+    """The module if it can be called, or else those inside a list or dict of modules that can."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [m for child in module.children() if state_of(child) is None for m in modules_to_call(child)]
+
+
+def _places(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """The parameters of modules that are in no group, each with its name, module and name there."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+        if id(module) in seen or state_of(module) is not None:
+            return
+        seen.add(id(module))
+        for name, param in own_parameters(module).items():
+            if param is not None:
+                yield prefix + name, module, name, param
+        for name, child in module.named_children():
+            yield from walk(child, f"{prefix}{name}.")
+
+    for module in modules:
+        yield from walk(module, "")
+
+
+def make_slots(
+    modules: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    on: DataAxes,
+    dim_of: Dim,
+    whole_mesh: bool,
+    offload: OffloadPolicy,
+) -> list[Slot]:
+    """Store the parameters of modules in their layouts; a parameter that several of them share is one slot."""
+    found: dict[int, tuple[str, Any, list[tuple[nn.Module, str]]]] = {}
+    skipped = {id(p) for p in ignored}
+    for fqn, module, name, param in _places(modules):
+        if id(param) not in skipped:
+            # tied to a parameter of another group, which was replaced there
+            current = vars(param).get(_STORED, param)
+            found.setdefault(id(current), (fqn, current, []))[2].append((module, name))
+    slots = []
+    for fqn, param, places in found.values():
+        layout: ParameterLayout | None = vars(param).get(_LAYOUT)
+        stored = param
+        if layout is None:
+            layout = parameter_layout(param, on, dim_of(param), whole_mesh)
+            stored = _stored(param, layout, offload)
+            vars(stored)[_LAYOUT] = layout
+            if stored is not param:
+                vars(param)[_STORED] = stored
+        for module, name in places:
+            set_parameter(module, name, stored)
+        slots.append(Slot(fqn, places, layout))
+    return slots
+
+
+def _stored(param: Any, layout: ParameterLayout, offload: OffloadPolicy) -> Any:
+    """The parameter in the layout in which it is stored."""
+    spec_shape = torch.Size(layout.stored.shape)
+    stride = contiguous_stride(spec_shape)
+    if isinstance(param, DTensor):
+        if layout.stored is layout.computed and layout.mesh == param.device_mesh:
+            return param
+        whole = DTensor(
+            param._local_tensor.detach(), Spec(layout.mesh, layout.computed, param.dtype, spec_shape, stride)
+        )
+        with torch.no_grad():
+            (out,) = redistribute_many([whole], [layout.stored])
+        if layout.stored is layout.computed:
+            out = DTensor(out._local_tensor.clone(), out._spec)
+    else:
+        full: Tensor = param.detach()
+        if full.device.type not in (layout.mesh.device_type, "meta"):
+            full = full.to(layout.mesh.device_type)
+        block = on_mesh(layout.mesh, lambda coord: block_of(full, layout.stored, coord))
+        if block is None:
+            block = empty_like_block(full)
+        out = DTensor(block, Spec(layout.mesh, layout.stored, full.dtype, spec_shape, stride))
+    if isinstance(offload, CPUOffloadPolicy) and layout.mesh.device_type != "cpu":
+        out = DTensor(out._local_tensor.cpu(), out._spec)
+    new = nn.Parameter(out, requires_grad=param.requires_grad)
+    vars(new).update({k: v for k, v in vars(param).items() if k not in (_STORED, _LAYOUT)})
+    return new

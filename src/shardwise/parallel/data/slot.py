@@ -1,0 +1,131 @@
+"""One parameter of a group: where it is registered, its layouts, and its tensors in computations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import PerRank, axes_of, members_of
+from shardwise.layout import Layout, Spec, contiguous_stride
+from shardwise.parallel.data.layouts import ParameterLayout, lifted
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.modules import own_parameters, set_parameter
+from shardwise.torch_internals.subclass import mark_parameter, version
+
+__all__ = ["Slot"]
+
+
+class Slot:
+    """A parameter of a group.
+
+    Attributes:
+        name: its name in the module that was sharded.
+        places: the modules that have it, each with its name there; several for tied parameters.
+        layout: how it is stored and computed with.
+        mesh: the mesh of the group's collectives, which has the axes of all its parameters.
+        stored, computed: the layouts on that mesh.
+        replicate: the data axes of that mesh along which the stored parameter is replicated.
+    """
+
+    def __init__(self, name: str, places: list[tuple[nn.Module, str]], layout: ParameterLayout) -> None:
+        self.name, self.places, self.layout = name, places, layout
+        self._stored: DTensor | None = None  # while the modules have the gathered tensor
+        self.use_mesh(layout.mesh)
+
+    def use_mesh(self, mesh: DeviceMesh) -> None:
+        """Set the mesh of the group's collectives."""
+        self.mesh = mesh
+        self.stored = lifted(self.layout.stored, self.layout.mesh, mesh)
+        self.computed = lifted(self.layout.computed, self.layout.mesh, mesh)
+        own, names = axes_of(mesh), axes_of(self.layout.mesh)
+        data = (
+            {own.index(n) for n in names.names_of(self.layout.data)}
+            if mesh is not self.layout.mesh
+            else self.layout.data
+        )
+        self.replicate = frozenset(data) - self.stored.sharded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
+        out = Slot(self.name, places, self.layout)
+        out.use_mesh(self.mesh)
+        return out
+
+    @property
+    def param(self) -> DTensor:
+        """The stored parameter, as the modules have it between calls."""
+        if self._stored is not None:
+            return self._stored
+        module, name = self.places[0]
+        found: Any = own_parameters(module)[name]
+        if not isinstance(found, DTensor) or found.sharding is not self.layout.stored:
+            what = f"a {found.sharding}" if isinstance(found, DTensor) else f"a {type(found).__name__}"
+            raise RuntimeError(
+                f"The parameter {self.name} of a data-parallel module is {what}, not a {self.layout.stored}.\n"
+                "  why: It was replaced or redistributed after the module was made data-parallel.\n"
+                "  fix: Write into it (p.copy_(…), load_state_dict), or replace it before fully_shard or replicate."
+            )
+        return found
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it is computed with in another layout than it is stored in."""
+        return self.layout.stored is not self.layout.computed
+
+    def stamp(self) -> tuple[int, ...]:
+        """Numbers that change when the stored parameter is written to or replaced."""
+        param = self.param
+        block = param._local_tensor
+        blocks = block.ranks if isinstance(block, PerRank) else (block,)
+        return id(param), version(param), sum(map(version, blocks)), id(block)
+
+    def register(self, tensor: Tensor) -> None:
+        """Let the modules have a gathered tensor instead of the stored parameter."""
+        self._stored = self.param
+        if all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in self.places):
+            mark_parameter(tensor)
+        for module, name in self.places:
+            set_parameter(module, name, tensor)
+
+    def restore(self) -> None:
+        """Let the modules have the stored parameter again."""
+        if self._stored is not None:
+            stored, self._stored = self._stored, None
+            for module, name in self.places:
+                set_parameter(module, name, stored)
+
+    def target(self, on_whole_mesh: bool) -> tuple[DeviceMesh, Layout] | None:
+        """The mesh and layout of the tensor in computations; None for a plain tensor."""
+        if on_whole_mesh:
+            return self.layout.mesh, self.layout.computed
+        return self.layout.inner
+
+    def raw(self, block: Tensor, on_whole_mesh: bool) -> list[Tensor]:
+        """New tensors for autograd with the memory of a gathered block: a DTensor, or a plain tensor for each rank."""
+        target = self.target(on_whole_mesh)
+        if target is not None:
+            mesh, layout = target
+            shape = torch.Size(layout.shape)
+            return [DTensor(block, Spec(mesh, layout, block.dtype, shape, contiguous_stride(shape)))]
+        return [b.detach() for b in block.ranks] if isinstance(block, PerRank) else [block.detach()]
+
+    def joined(self, raw: Sequence[Tensor]) -> Tensor:
+        """The tensor that the module computes with, of what `raw` returned."""
+        if len(raw) == 1 and not (self._is_simulated() and not isinstance(raw[0], DTensor)):
+            return raw[0]
+        return PerRank(dict(zip(members_of(self.mesh), raw, strict=True)))
+
+    def _is_simulated(self) -> bool:
+        return isinstance(self.param._local_tensor, PerRank)
+
+    def joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient of the tensor, of those of what `raw` returned; a rank without a gradient counts as zero."""
+        given = next((g for g in grads if g is not None), None)
+        if given is None:
+            return None
+        return self.joined([torch.zeros_like(given) if g is None else g for g in grads])

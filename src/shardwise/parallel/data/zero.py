@@ -1,0 +1,86 @@
+"""`zero`: replicated parameters, with gradients and optimizer state split over the data axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.parallel.data.api import apply_layouts
+from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.data.shard import check_modules, data_axes, default_mesh, shard_dim
+
+__all__ = ["zero"]
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def zero(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int = 1,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Keep parameters gathered on every rank, and split their gradients and optimizer state over the data axes (ZeRO).
+
+    The optimizer updates the block of each rank, and the next forward pass gathers the blocks: per step one reduce-scatter and
+    one all-gather of the parameters, the bytes of an all-reduce.
+
+    Args:
+        module: the module.
+        optimizer: its optimizer, which has not made a step; its parameters are replaced by the split ones.
+        stage: 1 reduces gradients at the end of a backward pass, 2 in buckets as soon as they are computed, which holds fewer
+            of them.
+        mesh: one axis, over which gradients are split; or two, of which the first replicates them. By default all ranks.
+        mp_policy: the dtypes of compute and reduction.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: the data axes of `mesh` by name, if it has others.
+
+    Returns:
+        The module. Its class is now also a `FSDPModule`, and its parameters are DTensors, split as the optimizer's.
+
+    Raises:
+        ValueError: the stage is neither 1 nor 2.
+        RuntimeError: the optimizer has state, or the module is data-parallel already.
+
+    Nothing is communicated: each rank takes its blocks from its own parameters.
+    """
+    if stage not in (1, 2):
+        raise ValueError(
+            f"zero got stage={stage!r}.\n"
+            "  why: Stage 1 and 2 split the optimizer state, 2 also the gradients; stage 3 splits the parameters.\n"
+            "  fix: zero(module, optimizer, stage=2), or fully_shard(module) for stage 3"
+        )
+    if optimizer.state:
+        raise RuntimeError(
+            "zero got an optimizer that has made a step.\n"
+            "  why: Its state belongs to the whole parameters.\n"
+            "  fix: Call zero before the first step, and load a checkpoint afterwards."
+        )
+    check_modules([module], "zero")
+    before = dict(module.named_parameters())
+    state = apply_layouts(
+        [module],
+        data_axes(mesh or default_mesh([module]), dp_mesh_dims, "zero", shard=True),
+        shard_dim(None),
+        mp_policy,
+        OffloadPolicy(),
+        ignored_params,
+        whole_mesh=dp_mesh_dims is not None,
+        reshard=False,
+        bucket_bytes=_BUCKET_BYTES if stage == 2 else None,
+        prefix="Zero",
+    )
+    if state.group is not None:
+        state.group.reshard_after_backward = False
+    after = dict(module.named_parameters())
+    new = {id(old): after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(p), p) for p in group["params"]]
+    return module

@@ -1,0 +1,38 @@
+"""The parameters that a module itself has, by name, to be replaced by tensors of any kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["own_parameters", "set_parameter"]
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name; None for one that was registered as None. Entries may be replaced.
+
+    >>> list(own_parameters(nn.Linear(2, 2, bias=False)))
+    ['weight', 'bias']
+    """
+    return module._parameters
+
+
+def set_parameter(module: nn.Module, name: str, tensor: Any) -> None:
+    """Replace a parameter of a module by a tensor that need not be a leaf, which `setattr` would refuse.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> set_parameter(linear, "bias", linear.bias * 2)
+    >>> linear.bias.is_leaf, list(own_parameters(linear))
+    (False, ['weight', 'bias'])
+    """
+    params = own_parameters(module)
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        # modules that keep other references to their parameters, such as nn.LSTM, update them in __setattr__
+        before = dict(params)
+        del params[name]
+        setattr(module, name, tensor)
+        vars(module).pop(name, None)
+        params.clear()
+        params.update(before)
+    params[name] = tensor
