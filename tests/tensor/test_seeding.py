@@ -532,3 +532,16 @@ def compile_dropout():
 @pytest.mark.processes
 def test_compiled_programs_draw_the_same(workers):
     assert workers.run(compile_dropout) == [True] * 4
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.nn.init.normal_, lambda t: t.bernoulli_(0.5)])
+def test_meta_tensors_draw_nothing(draw):
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        sw.manual_seed(5)
+        before = sw.get_rng_state()
+        with sw.one_device():
+            draw(torch.empty(4, device="meta"))
+            torch.rand(3, device="meta")
+        draw(sw.DTensor.from_local(torch.empty(4, device="meta"), mesh, [sw.Replicate()]))
+        assert torch.equal(sw.get_rng_state(), before)

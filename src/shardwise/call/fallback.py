@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.arguments import map_leaves, replace_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.schema import op_info
+from shardwise.call.strides import copy_into, restride
 from shardwise.comm import map_ranks, members_of, spread
 from shardwise.layout import Layout, LayoutError, Spec
 from shardwise.plan import Plan
@@ -85,10 +86,10 @@ def drawing_alike(
 def gather(func: Any, t: DTensor) -> Tensor:
     """The full tensor as the op is to see it."""
     full = to_layout(func, t, Layout.replicated(t.shape, t._spec.layout.axes))._local_tensor
-    if "as_strided" not in op_info(func).name or full is t._local_tensor:
+    if full is t._local_tensor or t._spec.stride is None:
         return full
-    # the only op that reads strides: what was gathered is contiguous, whatever the tensor's strides are
-    return map_ranks(lambda f: f.new_empty_strided(t.shape, t._spec.stride).copy_(f), full)  # type: ignore[no-any-return]
+    # what was gathered is contiguous, but `as_strided` reads strides, and other kernels give theirs to their results
+    return map_ranks(restride, full, t._spec.stride)  # type: ignore[no-any-return]
 
 
 def _returned_arguments(call: OpCall) -> list[Any]:
@@ -111,7 +112,7 @@ def write_back(func: Any, t: DTensor, full: Tensor) -> None:
             fix="Use the op that returns a new tensor.",
         )
     replicated = DTensor(full, t._spec.with_layout(Layout.replicated(t.shape, t._spec.layout.axes)))
-    map_ranks(aten.copy_.default, t._local_tensor, to_layout(func, replicated, t._spec.layout)._local_tensor)
+    map_ranks(copy_into, t._local_tensor, to_layout(func, replicated, t._spec.layout)._local_tensor)
 
 
 def wrap_replicated(result: Any, mesh: DeviceMesh) -> Any:

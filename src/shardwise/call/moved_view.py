@@ -6,26 +6,30 @@ those in memory (`conj`), it is a `MovedView`: a function of its base, computed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shardwise.call.fallback import gather, write_back
+from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
 from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
+from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
+from shardwise.call.view_mode import mode_of_view
+from shardwise.call.view_scatter import COMPUTED, scatter_of
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block, local_slot
 from shardwise.tensor.implicit import announce, to_layout
-from shardwise.torch_internals.subclass import is_parameter
+from shardwise.torch_internals.subclass import is_parameter, view_base
 
-__all__ = ["COMPUTED", "MovedView", "mode_of_view", "remember_base"]
+__all__ = ["MovedView", "remember_base"]
 
 aten = torch.ops.aten
 Kind = Literal["moved", "shared", "copied"]
@@ -45,7 +49,7 @@ class ViewSource:
     """
 
     __slots__ = (
-        "args", "base", "block", "func", "is_held", "kind", "kwargs", "memory", "number", "root", "seen", "spec",
+        "args", "base", "block", "func", "is_held", "kind", "kwargs", "memory", "number", "roots", "seen", "spec",
     )  # fmt: skip
 
     def __init__(
@@ -54,12 +58,12 @@ class ViewSource:
         self.func, self.args, self.kwargs, self.number = func, args, kwargs, number
         source = base._source if isinstance(base, MovedView) else None
         if source is None:
+            self.roots = _blocks_with_versions(base)
+            self.memory = memory_of(self.roots[0])
             base = DTensor(base._local_tensor, base._spec)
-            self.root = base._local_tensor
-            self.memory = memory_of(self.root)
         else:
             base = _view_of(source, base._spec)
-            self.root, self.memory = source.root, source.memory
+            self.roots, self.memory = source.roots, source.memory
         self.base, self.is_held = base, False
         self.kind: Kind = "moved"
         self.seen: tuple[int, int] | None = None
@@ -72,11 +76,15 @@ class ViewSource:
         if source is not None:
             self.kind = source.kind
         self.block = result._local_tensor if source is None else source.block
-        self.seen = self.memory.state(self.root)
+        if self.kind == "moved":
+            # views of this view have the strides that those of its strides have
+            order = memory_order(tuple(self.spec.shape), self.spec.stride)
+            self.block = map_ranks(in_order, self.block, order)
+        self.seen = self.memory.state(self.roots)
 
     def read(self) -> Tensor:
         """The block, computed anew if the base was written to."""
-        if not self.is_held and (self.seen is None or self.seen != self.memory.state(self.root)):
+        if not self.is_held and (self.seen is None or self.seen != self.memory.state(self.roots)):
             with torch.no_grad():
                 result = self.func(self.base, *self.args, **self.kwargs)
             result = result if self.number is None else result[self.number]
@@ -99,24 +107,35 @@ class ViewSource:
                 map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
             elif self.kind == "shared":
                 pass
-            elif (scatter := _scatter(func, number, base, *args, **kwargs)) is not None:
+            elif (scatter := scatter_of(func, number, base, *args, **kwargs)) is not None:
                 updated = scatter(DTensor(block, base._spec), value)
-                map_ranks(
-                    aten.copy_.default, block, to_layout(func, updated, base._spec.layout)._local_tensor
-                )
+                map_ranks(copy_into, block, to_layout(func, updated, base._spec.layout)._local_tensor)
             else:
                 full = gather(func, base)
                 viewed = map_ranks(func, full, *args, **kwargs)
-                map_ranks(
-                    aten.copy_.default, viewed if number is None else viewed[number], gather(func, value)
-                )
+                map_ranks(copy_into, viewed if number is None else viewed[number], gather(func, value))
                 write_back(func, base, full)
         if base._source is not None:
             with held([base._source]):
                 base._source.write_back()
         else:
-            note_write(self.root)
-        self.seen = self.memory.state(self.root)
+            note_write(self.roots[0])
+        self.seen = self.memory.state(self.roots)
+
+    def lazy_bits(self) -> tuple[bool, bool]:
+        """Whether a plain tensor in its place would be conjugated, and whether it would be negated, when it is read."""
+        conj = neg = of_conj = False
+        for source in reversed(_chain(self)):
+            if source.func is aten._conj.default:
+                conj = not conj
+            elif source.func is aten._neg_view.default:
+                neg = not neg
+            elif source.func is aten.view_as_real.default:
+                conj, of_conj = False, conj
+            elif of_conj and source.func is aten.select.int and source.args[0] in (-1, source.base.dim() - 1):
+                # the imaginary part of a conjugate
+                neg, of_conj = neg != (source.args[1] in (1, -1)), False
+        return conj, neg
 
     @property
     def overlaps(self) -> bool:
@@ -125,38 +144,53 @@ class ViewSource:
 
     def _write_to_root(self, value: DTensor) -> None:
         """Write only the elements of this view: those of its base may occur in it more than once."""
-        chain: list[ViewSource] = [self]
-        while (above := chain[-1].base._source) is not None:
-            chain.append(above)
+        chain = _chain(self)
         root = chain[-1].base
         full = gather(self.func, root)
         view = full
         for source in reversed(chain):
             view = map_ranks(source.func, view, *source.args, **source.kwargs)
             view = view if source.number is None else view[source.number]
-        map_ranks(aten.copy_.default, view, gather(self.func, value))
+        map_ranks(copy_into, view, gather(self.func, value))
         write_back(self.func, root, full)
-        note_write(self.root)
-        self.seen = self.memory.state(self.root)
+        note_write(self.roots[0])
+        self.seen = self.memory.state(self.roots)
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
 
 
+def _blocks_with_versions(base: DTensor) -> tuple[Tensor, ...]:
+    """The blocks whose versions change when the result of `to_local()` is written to."""
+    above = view_base(base)
+    if not isinstance(above, DTensor) or above._source is not None:
+        return (base._local_tensor,)
+    return base._local_tensor, above._local_tensor
+
+
 @contextmanager
 def held(sources: Iterable[ViewSource]) -> Iterator[None]:
-    """Compute views once, and not again inside the block."""
+    """Compute views, and the views that they are views of, once, and not again inside the block."""
     taken = []
     try:
         for source in sources:
-            source.read()
-            if not source.is_held:
-                source.is_held = True
-                taken.append(source)
+            for each in reversed(_chain(source)):
+                each.read()
+                if not each.is_held:
+                    each.is_held = True
+                    taken.append(each)
         yield
     finally:
         for source in taken:
             source.is_held = False
+
+
+def _chain(source: ViewSource) -> list[ViewSource]:
+    """A view, the view that it is a view of, and so on."""
+    out = [source]
+    while (above := out[-1].base._source) is not None:
+        out.append(above)
+    return out
 
 
 class MovedView(DTensor):
@@ -195,21 +229,27 @@ class MovedView(DTensor):
     def _local_tensor(self, block: Tensor | ViewSource) -> None:
         local_slot.__set__(self, block)
 
+    def is_conj(self) -> bool:
+        return self._source is not None and self._source.lazy_bits()[0]
+
+    def is_neg(self) -> bool:
+        return self._source is not None and self._source.lazy_bits()[1]
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         info = op_info(func)
-        if info.is_view and (mode := mode_of_view(args[0])) is not None:
+        if info.is_view and (mode := mode_of_view(func, args[0])) is not None:
             with mode:
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         call = OpCall(func, args, kwargs)
         written = [t for t in call.written if isinstance(t, MovedView) and t._source is not None]
         if torch.Tag.inplace_view in info.tags:
             written = []  # the shape changes, not the values
-        if len(written) > 1 and (lists := _one_at_a_time(info, args)):
-            # views in one list may overlap
+        if written and (lists := _one_at_a_time(info, args)):
+            # tensors in one list may overlap
             for some in lists:
                 func(*some, **kwargs)
             return None
@@ -219,20 +259,23 @@ class MovedView(DTensor):
             _announce_write(func, t)
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
+            for t in written:
+                if t._source is not None:
+                    t._source.write_back()
         if info.is_view:
-            return remember_base(func, args, kwargs, result, "shared")
-        for t in written:
-            if t._source is not None:
-                t._source.write_back()
-        if type(result) is DTensor and result.is_contiguous():
-            # blocks that moved may have other strides than the view, which ops preserve
-            result._local_tensor = map_ranks(torch.Tensor.contiguous, result._local_tensor)
-        return result
+            # elements of the base that are one element of memory are several in its block, with strides of their own
+            kind: Kind = "moved" if may_overlap(args[0].shape, args[0].stride()) else "shared"
+            return remember_base(func, args, kwargs, result, kind)
+        # blocks that moved may have other strides than the view, which ops preserve
+        return result if info.writes else match_strides(result)
 
     def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
         source = self._source
         if source is None:
             return DTensor(copy_block(self._local_tensor, memo), self._spec)
+        if any(source.lazy_bits()):  # torch computes the values of a conjugated tensor
+            with torch.no_grad():
+                return self.clone()  # type: ignore[return-value]
         if id(source) not in memo:
             base = source.base._copy_blocks(memo)
             copied = ViewSource(base, source.func, source.args, source.kwargs, source.number)
@@ -246,7 +289,8 @@ class MovedView(DTensor):
         if source is None or is_parameter(self):
             return super().__reduce_ex__(protocol)
         name = op_info(source.func).name
-        block = self._local_tensor.detach()
+        # a view of the base's block is computed again: storages cannot be saved in two dtypes
+        block = None if source.kind == "shared" else self._local_tensor.detach()
         return rebuild_view, (
             source.base, name, source.args, source.kwargs, source.number, source.kind,
             block, self._spec, self.requires_grad,
@@ -260,7 +304,7 @@ def rebuild_view(
     kwargs: dict[str, Any],
     number: int | None,
     kind: Kind,
-    block: Tensor,
+    block: Tensor | None,
     spec: Spec,
     requires_grad: bool,
 ) -> MovedView:
@@ -269,38 +313,36 @@ def rebuild_view(
     func = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     source = ViewSource(base, func, args, kwargs, number)
     source.spec, source.kind = spec, kind
-    source.set_block(DTensor(block, spec))
+    if block is None:
+        with torch.no_grad():
+            result = func(source.base, *args, **kwargs)
+        source.set_block(result if number is None else result[number])
+    else:
+        source.set_block(DTensor(block, spec))
     return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 torch.serialization.add_safe_globals([rebuild_view])  # it runs an op by name on tensors that were loaded
 
 
-def mode_of_view(base: Any) -> AbstractContextManager[Any] | None:
-    """The mode to create a view in, if it is not the current one: a view is an inference tensor exactly if its base is."""
-    if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
-        return None
-    return torch.inference_mode() if base.is_inference() else _outside_inference()
-
-
-@contextmanager
-def _outside_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def remember_base(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, kind: Kind = "moved"
 ) -> Any:
     """The results of a view op as views that remember their base; those that do already are returned as they are."""
+    outputs = infer_outputs(func, args, kwargs)
+    if outputs is None:
+        func(*on_meta(args), **on_meta(kwargs))  # raises what it raises for the strides of the base
 
     def view(number: int | None, block: DTensor) -> DTensor:
         if block._source is not None:
             return block
+        spec = block._spec
+        if outputs is not None:  # the block has strides of its own, and so may have what was computed from it
+            spec = spec.with_layout(spec.layout, tuple(outputs[number or 0].stride()))
         source = ViewSource(args[0], func, args[1:], kwargs, number)
-        source.spec, source.kind = block._spec, kind
+        source.spec, source.kind = spec, kind
         source.set_block(block)
-        return _view_of(source, block._spec)
+        return _view_of(source, spec)
 
     if isinstance(result, Tensor):
         return view(None, result)  # type: ignore[arg-type]
@@ -317,7 +359,16 @@ def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
     """The arguments of an op over lists for one element after the other; none for other ops."""
     if not info.arguments[0].type.startswith("List"):
         return []
-    return [[a[i : i + 1] if isinstance(a, list | tuple) else a for a in args] for i in range(len(args[0]))]
+    if len(args[0]) < 2:
+        return []
+    lists = [
+        isinstance(a, list | tuple) or arg.name == "scalars"
+        for a, arg in zip(args, info.arguments, strict=False)
+    ]
+    return [
+        [a[i : i + 1] if many else a for a, many in zip(args, lists, strict=True)]
+        for i in range(len(args[0]))
+    ]
 
 
 def _announce_write(func: Any, view: MovedView) -> None:
@@ -333,33 +384,7 @@ def _announce_write(func: Any, view: MovedView) -> None:
     )
 
 
-COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-"""View ops whose blocks are computed, since a DTensor has no conjugate or negative bit, and what computes the base again."""
-
-
 def _is_local(source: ViewSource) -> bool:
     """Whether the value can be written back without communication; the same on every rank."""
     above = source.base._source
     return (source.kind != "moved" or source.func in COMPUTED) and (above is None or _is_local(above))
-
-
-def _scatter(
-    func: Any, number: int | None, base: DTensor, *args: Any, **kwargs: Any
-) -> Callable[[DTensor, DTensor], DTensor] | None:
-    """What writes the value of a view into its base, if the view is a slice or an index of one dim."""
-    if func in COMPUTED:
-        inverse = COMPUTED[func]
-        return lambda x, value: inverse(value)
-    named = op_info(func).bind((base, *args), kwargs)
-    dim = named.get("dim", 0)
-    if func is aten.slice.Tensor:
-        start, end, step = named["start"], named["end"], named["step"]
-        return lambda x, value: aten.slice_scatter.default(x, value, dim, start, end, step)
-    if func is aten.select.int or func is aten.unbind.int:
-        index = named["index"] if number is None else number
-        return lambda x, value: aten.select_scatter.default(x, value, dim, index)
-    if number is None or func not in (aten.split.Tensor, aten.split_with_sizes.default):
-        return None
-    sizes = named.get("split_sizes") or [named["split_size"]] * number
-    start = sum(sizes[:number])
-    return lambda x, value: aten.slice_scatter.default(x, value, dim, start, start + value.shape[dim])

@@ -20,19 +20,26 @@ __all__ = ["FORBIDS_ALIAS", "check_overlap"]
 FORBIDS_ALIAS = frozenset(
     "aten::" + name
     for name in (
-        "scatter_ scatter_add_ scatter_reduce_ index_copy_ index_add_ index_fill_ index_reduce_ index_put_ put_"
+        "scatter_ scatter_add_ scatter_reduce_ index_copy_ index_add_ index_fill_ index_reduce_ put_ index_put_ "
+        "_index_put_impl_"
     ).split()
 )
 """In-place ops that refuse an operand that is the tensor itself; elementwise ops refuse only one that is shifted."""
 
+_TAKES_NUMBER = frozenset({"aten::fill_", "aten::masked_fill_", "aten::index_fill_"})
+"""Ops that read their zero-dimensional operand before they write."""
+
 
 def check_overlap(call: OpCall) -> None:
     """Raise if an op writes to memory that another operand has, too, where one device raises."""
-    if call.info.qualified_name == "aten::masked_scatter_":
-        return  # torch does not check it
-    forbids_alias = call.info.qualified_name in FORBIDS_ALIAS
+    name = call.info.qualified_name
+    forbids_alias = name in FORBIDS_ALIAS
+    if not forbids_alias and torch.Tag.pointwise not in call.info.tags and name != "aten::copy_":
+        return  # its kernel allows it
     for target in call.written:
         for other in call.tensors:
+            if name in _TAKES_NUMBER and other.dim() == 0:
+                continue
             if isinstance(target, DTensor) and isinstance(other, DTensor) and other is not target:
                 _check_pair(call, target, other, forbids_alias)
     if forbids_alias and sum(t is call.returned for t in call.tensors) > 1:
@@ -40,23 +47,40 @@ def check_overlap(call: OpCall) -> None:
 
 
 def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bool) -> None:
-    roots = _root(target), _root(other)
-    if not shares_memory(*roots) or not _same_blocks(*roots):
+    roots = _root_tensor(target), _root_tensor(other)
+    if roots[0]._spec.stride is None or roots[1]._spec.stride is None:
+        return  # a sparse tensor
+    if not shares_memory(roots[0]._local_tensor, roots[1]._local_tensor):
         return
-    base = target if target._source is None else _root_tensor(target)
-    if base._spec.stride is None:
-        return
-    whole = torch.empty_strided(base.shape, base._spec.stride, dtype=base.dtype, device="meta")
-    a, b = _on(whole, target), _on(whole, other)
-    if not (_is_dense(a) and _is_dense(b)):
-        return
-    same = (a.storage_offset(), a.shape, a.stride()) == (b.storage_offset(), b.shape, b.stride())
-    apart = (
-        a.storage_offset() + a.numel() <= b.storage_offset()
-        or b.storage_offset() + b.numel() <= a.storage_offset()
-    )
-    if not apart and a.numel() and b.numel() and (forbids_alias or not same):
+    if not (_is_dense(target) and _is_dense(other)) or 0 in (*target.shape, *other.shape):
+        return  # torch does not find out whether they overlap
+    if _same_blocks(roots[0]._local_tensor, roots[1]._local_tensor):
+        base = roots[0]
+        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+        a, b = _on(whole, target), _on(whole, other)
+        first, last = sorted((a, b), key=Tensor.storage_offset)
+        overlap = last.storage_offset() < first.storage_offset() + first.numel()
+        same = (a.storage_offset(), a.shape, a.stride()) == (b.storage_offset(), b.shape, b.stride())
+    else:
+        # the place of a view within its root is known, but not that of one root within another
+        blocks = [None if t._source is not None else t._local_tensor for t in (target, other)]
+        overlap = (blocks[0] is not None and _covers(blocks[0], roots[1]._local_tensor)) or (
+            blocks[1] is not None and _covers(blocks[1], roots[0]._local_tensor)
+        )
+        same = False
+    if overlap and (forbids_alias or not same):
         raise _error(call, target)
+
+
+def _covers(a: Tensor, b: Tensor) -> bool:
+    """Whether a block contains all the memory of another; in a simulation, on a rank where both have elements."""
+    if isinstance(a, PerRank) and isinstance(b, PerRank):
+        return any(_covers(x, b.of_rank(r)) for r, x in a._blocks.items())
+    if not a.numel() or not b.numel() or not _is_dense(a):
+        return False
+    extent = 1 + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
+    start = b.storage_offset() - a.storage_offset()
+    return start >= 0 and start + extent <= a.numel()
 
 
 def _error(call: OpCall, target: DTensor) -> Exception:
@@ -72,10 +96,6 @@ def _root_tensor(x: DTensor) -> DTensor:
     while x._source is not None:
         x = x._source.base
     return x
-
-
-def _root(x: DTensor) -> Tensor:
-    return _root_tensor(x)._local_tensor
 
 
 def _same_blocks(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors on a mesh and on a sub-mesh of it in one op, where the meaning is unambiguous."""
+"""Tensors on different meshes in one op, where the meaning is unambiguous: on a sub-mesh, or numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.arguments import map_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands
-from shardwise.comm import axes_of
+from shardwise.comm import PerRank, axes_of, first_rank
 from shardwise.layout import Layout, Spec
-from shardwise.tensor.construct import from_block
+from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.implicit import to_layout
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["common_submesh", "run_on_submesh"]
+__all__ = ["common_submesh", "mesh_beside_numbers", "run_beside_numbers", "run_on_submesh"]
 
 
 def common_submesh(call: OpCall) -> DeviceMesh | None:
@@ -69,3 +70,39 @@ def _narrow(t: Any, mesh: DeviceMesh) -> Any:
     placements = [t.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
     layout = Layout.of(tuple(t.shape), axes_of(mesh), placements)
     return from_block(t._local_tensor, Spec(mesh, layout, t.dtype, t._spec.shape, t._spec.stride))
+
+
+def mesh_beside_numbers(call: OpCall) -> DeviceMesh | None:
+    """The mesh of an op's tensors, if those on other meshes have one element: a number has no layout.
+
+    Between meshes of numbers only, such as norms of gradients, the one with most axes. As on a sub-mesh, the numbers must
+    not be written to, and must not need a gradient.
+    """
+    tensors = [t for t in call.tensors if isinstance(t, DTensor)]
+    if all(t.device_mesh == tensors[0].device_mesh for t in tensors):
+        return None
+    mesh = max(tensors, key=lambda t: (t.numel() != 1, t.device_mesh.ndim)).device_mesh
+    written = {id(t) for t in call.written}
+    others = [t for t in tensors if t.device_mesh != mesh]
+    return mesh if all(t.numel() == 1 and id(t) not in written for t in others) else None
+
+
+def run_beside_numbers(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on a mesh, with the numbers from other meshes as plain tensors; raise if one of them needs a gradient."""
+    call = OpCall(func, args, kwargs)
+    numbers = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in numbers):
+        check_operands(call)  # raises
+
+    def number(t: Any) -> Any:
+        if not isinstance(t, DTensor) or t.device_mesh == mesh:
+            return t
+        reduced = to_layout(func, t, Layout.replicated(tuple(t.shape), t.sharding.axes))
+        block = reduced._local_tensor
+        if isinstance(
+            block, PerRank
+        ):  # plain tensors of simulated ranks are compared; these are numbers of one mesh
+            return from_block(block, replicated_spec(first_rank(block), mesh))
+        return block
+
+    return func(*map_tensors(number, args), **map_tensors(number, kwargs))

@@ -48,10 +48,25 @@ def writing_variant(func: Any, functional: Callable[..., Any]) -> Callable[..., 
         into: list[Tensor] = [named[name] for name in targets]
         results = functional(*args, **{k: v for k, v in kwargs.items() if k not in info.out_names})
         for t, r in zip(into, [results] if isinstance(results, Tensor) else list(results), strict=True):
-            (t if t.shape == r.shape else _resized(t, r.shape)).copy_(r)
+            target = t if t.shape == r.shape else _resized(t, r.shape)
+            if info.qualified_name in _FILLS:
+                target, r = _once(target, r)
+            target.copy_(r)
         return into[0] if len(into) == 1 else tuple(into)
 
     return run
+
+
+_FILLS = frozenset({"aten::fill_", "aten::zero_"})
+"""Ops that may write to an expanded tensor, since all elements get the same value."""
+
+
+def _once(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """An expanded target and its value without the repeated elements."""
+    for d, (step, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if step == 0 and size > 1:
+            target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
+    return target, value
 
 
 def _resized(t: Tensor, shape: torch.Size) -> Tensor:

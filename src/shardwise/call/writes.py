@@ -7,6 +7,7 @@ writes are counted here, by storage, while a moved view of it exists.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,15 +33,18 @@ class Memory:
         self._block = block  # keeps the storage alive, so that its id stays its own
         self.key, self.writes = _key(block), 0
 
-    def state(self, block: Tensor) -> tuple[int, int] | None:
-        """What changes when a block of this memory is written to; None if that cannot be known.
+    def state(self, roots: Sequence[Tensor]) -> tuple[int, int] | None:
+        """What changes when blocks of this memory are written to; None if that cannot be known.
 
         Writes to the result of `to_local()` change the version of the block. Tensors of inference mode have none.
         """
-        blocks = block.ranks if isinstance(block, PerRank) else (block,)
-        if any(b.is_inference() for b in blocks):
-            return None
-        return self.writes, sum(version(b) for b in blocks)
+        total = 0
+        for root in roots:
+            for block in root.ranks if isinstance(root, PerRank) else (root,):
+                if block.is_inference():
+                    return None
+                total += version(block)
+        return self.writes, total
 
     def __del__(self) -> None:
         watched.pop(self.key, None)

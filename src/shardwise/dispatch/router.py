@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwise.call.moved_view import mode_of_view
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
+from shardwise.call.view_mode import mode_of_view
 from shardwise.call.writes import note_writes, watched
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
@@ -36,7 +36,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if (
         is_view
         and args[0].is_inference() is not _in_inference()
-        and (mode := mode_of_view(args[0])) is not None
+        and (mode := mode_of_view(func, args[0])) is not None
     ):
         with mode:
             return dispatch(func, types, args, kwargs)

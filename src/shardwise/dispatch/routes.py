@@ -12,18 +12,25 @@ from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs, on_meta
-from shardwise.call.moved_view import COMPUTED, remember_base
+from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
 from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
+from shardwise.call.own_strides import with_own_strides
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
-from shardwise.call.strides import with_own_strides
-from shardwise.call.submesh import common_submesh, run_on_submesh
+from shardwise.call.strides import match_strides
+from shardwise.call.submesh import (
+    common_submesh,
+    mesh_beside_numbers,
+    run_beside_numbers,
+    run_on_submesh,
+)
 from shardwise.call.trace import traced
 from shardwise.call.variants import program_for, writing_variant
+from shardwise.call.view_scatter import COMPUTED
 from shardwise.comm import coord_of
 from shardwise.dispatch.dry_run import FindRoute, dry_run
 from shardwise.dispatch.fast_path import direct_run
@@ -40,6 +47,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
+from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["choose_route", "decide"]
 
@@ -60,6 +68,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("optimizer", lambda a, k: run_fused(func, a, k))
     if (mesh := common_submesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
+    if (values_on := mesh_beside_numbers(call)) is not None:
+        return Route("sub-mesh", lambda a, k: run_beside_numbers(func, values_on, a, k))
     if func is aten.is_same_size.default:
         return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
     if (
@@ -72,6 +82,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     check_operands(call)
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
+    if func is aten.detach.default and call.first._spec.stride is not None:
+        return Route("rule", _detach, (), (call.first._spec,))
     if plain_targets(call):
         return Route("plain target", lambda a, k: run_with_plain_targets(func, a, k))
     if (program := random_program(func)) is not None:
@@ -89,6 +101,11 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
     return _compute_route(call, find_route)
+
+
+def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The same block, which has no graph, and not another tensor of its memory: the two would have versions of their own."""
+    return new_dtensor(DTensor, args[0]._local_tensor, args[0]._spec, False)  # type: ignore[no-any-return]
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -241,8 +258,11 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
         run = resolving_lazy_bits(run)
-    if call.info.qualified_name in FORBIDS_ALIAS:
-        run = _checking_overlap(func, run)
+    if call.info.writes:
+        if route.plans != () or call.info.out_names or call.info.qualified_name in FORBIDS_ALIAS:
+            run = _checking_overlap(func, run)
+    elif route.plans != () and not call.info.is_view:
+        run = _matching_strides(run)
     if current_settings().decisions.traced:
         run = traced(func, Route(route.kind, run, route.plans, route.outputs))
     return route, _checking_default_dtype(call, route, run, find_route)
@@ -264,6 +284,10 @@ def _checking_overlap(func: Any, inner: Run) -> Run:
         return inner(args, kwargs)
 
     return run
+
+
+def _matching_strides(inner: Run) -> Run:
+    return lambda args, kwargs: match_strides(inner(args, kwargs))
 
 
 def _checking_default_dtype(call: OpCall, route: Route, inner: Run, find_route: FindRoute) -> Run:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.dispatcher import without_dispatch
+from shardwise.torch_internals.dispatcher import tracking_views, without_dispatch
 
 __all__ = ["run_inplace_view"]
 
@@ -23,10 +23,11 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func is aten.set_.source_Tensor:
         x.data = args[1]
         return x
-    if func is aten.resize_.default and _fits(x, args[1]):
-        result: DTensor = x.view(-1)[: math.prod(args[1])].view(args[1])  # type: ignore[assignment]
-    else:
-        result = op_info(func).out_of_place(*args, **kwargs)
+    with tracking_views():  # so that the result knows its base
+        if func is aten.resize_.default and _fits(x, args[1]):
+            result: DTensor = x.view(-1)[: math.prod(args[1])].view(args[1])  # type: ignore[assignment]
+        else:
+            result = op_info(func).out_of_place(*args, **kwargs)
     x._adopt(result)
     with without_dispatch():
         func(*args, **kwargs)  # changes the sizes and strides of the wrapper

@@ -72,10 +72,10 @@ class _Drawing(TorchDispatchMode):
 def _new(distribution: Callable[..., Tensor], size: Any, kwargs: dict[str, Any]) -> Tensor:
     """A new tensor of random numbers, with the dtype, device and other properties asked for."""
     generator = kwargs.pop("generator", None)
-    draw = draw_from(generator)
     out = torch.empty(size, **kwargs)
     if out.device.type == "meta":
         return out
+    draw = draw_from(generator)
     return out.copy_(distribution(draw, BlockIndices(out.shape), out.dtype, out.device))
 
 

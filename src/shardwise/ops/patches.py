@@ -58,12 +58,29 @@ def _refusing(name: str, fix: str) -> Any:
     return run
 
 
+def _is_lazy(args: Any, kwargs: Any) -> bool:
+    x = args[0]
+    return isinstance(x, DTensor) and x._source is not None and (x.is_conj() or x.is_neg())
+
+
+def _resolve(is_lazy: Any) -> Any:
+    """`resolve_conj` or `resolve_neg`: a copy of a tensor that would have the bit, if it were plain."""
+    return lambda x: x.clone() if is_lazy(x) else x
+
+
 PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
     KernelPatch(
         aten.tensor_split.tensor_indices_or_sections,
         _tensor_split,
         "torch reads the values of the indices before any op runs",
         lambda args, kwargs: isinstance(args[1], DTensor),
+    ),
+    *(
+        KernelPatch(func, _resolve(is_lazy), "a DTensor has no conjugate or negative bit", _is_lazy)
+        for func, is_lazy in (
+            (aten.resolve_conj.default, lambda x: x.is_conj()),
+            (aten.resolve_neg.default, lambda x: x.is_neg()),
+        )
     ),
     *(
         PythonPatch(target, _refusing(name, fix), "torch reads memory that a DTensor does not have")

@@ -50,10 +50,11 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
         generator: a torch generator that the caller passed, or None to draw from the stream.
         *others: tensors that `generate` reads, broadcast to `x` and redistributed to its layout.
     """
+    if x.device.type == "meta":
+        return x  # nothing is drawn, so the stream does not advance, as with torch's own generator
     if not isinstance(x, DTensor):
         draw = draw_from(generator)
-        if x.device.type != "meta":
-            _write(x, BlockIndices(x.shape), generate, draw, [t.expand(x.shape) for t in others])
+        _write(x, BlockIndices(x.shape), generate, draw, [t.expand(x.shape) for t in others])
         return x
     if x._spec.layout.partial:
         return _fill_pending(func, x, generate, generator, others)
@@ -63,8 +64,6 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
     draw = draw_from(generator, x.device_mesh)
     read = [_matching_block(func, t, x) for t in others]
     block = x._local_tensor
-    if block.device.type == "meta":
-        return x
     if isinstance(block, PerRank):
         _write_all(block, x, generate, draw, read)
     elif (coord := coord_of(x.device_mesh)) is not None:

@@ -20,7 +20,6 @@ from shardwise.parallel.plain import differentiable_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.autograd import in_backward
 
 __all__ = ["boundary_of", "is_parallelized", "wrap_method"]
 
@@ -81,10 +80,12 @@ def _from_outside(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a method of a parallelized module from code that is not in one."""
+    """Call a method of a parallelized module from code that is not in one.
+
+    A checkpointed module that runs again in the backward pass comes here, too: if it is given plain tensors its outputs are
+    plain, as they were in the forward pass.
+    """
     with _scope():
-        if in_backward():  # a checkpointed part of the forward pass runs again
-            return method(module, *args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         mesh = None if boundary is None else boundary.mesh
         if mesh is not None:

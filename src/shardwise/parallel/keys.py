@@ -23,6 +23,7 @@ def matching(key: str, names: Iterable[str]) -> list[str]:
         name
         for name in names
         if name.count(".") == len(tokens) - 1
+        and bool(name) == bool(key)
         and all(fnmatchcase(a, b) for a, b in zip(name.split("."), tokens, strict=True))
     ]
 

@@ -115,14 +115,14 @@ def _read(
         for name in found:
             problems += [f"{key!r}: {p}" for p in style._problems(modules[name], mesh)]
             styles.append((style, modules[name]))
+    if problems:
+        raise plan_error(problems)
     if styles and mesh.ndim != 1:
         raise PlanError(
             f"parallelize_module got styles for a mesh of {mesh.ndim} axes ({axes_of(mesh)}).",
             why="The blocks that styles pass between modules are blocks on one axis.",
             fix=f'Pass the axis: mesh["{axes_of(mesh).names[-1]}"], or name the styles by strings.',
         )
-    if problems:
-        raise plan_error(problems)
     return styles, resolved
 
 

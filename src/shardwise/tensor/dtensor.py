@@ -255,7 +255,8 @@ class DTensor(PythonMethods, torch.Tensor):
                 "  why: A copy has no place in the autograd graph that computed this tensor.\n"
                 "  fix: copy.deepcopy(x.detach())"
             )
-        copy = self._copy_blocks(memo)
+        # a copy of a parameter shares no memory with other copies, as in torch
+        copy = self._copy_blocks({} if is_parameter(self) else memo)
         copy.requires_grad_(self.requires_grad)
         copy.__dict__.update(self.__dict__)
         memo[id(self)] = copy

@@ -18,6 +18,7 @@ __all__ = [
     "new_dtensor",
     "storage_id",
     "version",
+    "view_base",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
@@ -75,6 +76,16 @@ def version(x: Tensor) -> int:
     1
     """
     return x._version
+
+
+def view_base(x: Tensor) -> Tensor | None:
+    """The tensor that autograd knows a tensor to be a view of; None if there is none.
+
+    >>> x = torch.ones(2)
+    >>> view_base(x[1:]) is x, view_base(x)
+    (True, None)
+    """
+    return x._base if x._is_view() else None
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:

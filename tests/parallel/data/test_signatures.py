@@ -7,9 +7,6 @@ import torch.distributed.fsdp as theirs
 
 import shardwise.fsdp as ours
 
-CUSTOM = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"}
-"""Methods that replace torch's collectives; plans have none to replace."""
-
 
 def methods(cls):
     return {n for n, f in vars(cls).items() if not n.startswith("_") and inspect.isfunction(f)}
@@ -26,7 +23,7 @@ def test_functions(name):
 
 
 def test_methods():
-    assert methods(theirs.FSDPModule) - methods(ours.FSDPModule) <= CUSTOM
+    assert methods(theirs.FSDPModule) <= methods(ours.FSDPModule)
     for name in methods(ours.FSDPModule) & methods(theirs.FSDPModule):
         mine, torchs = (parameters(getattr(package.FSDPModule, name)) for package in (ours, theirs))
         assert [kind for _, kind in mine] == [kind for _, kind in torchs], name

@@ -9,7 +9,6 @@ from torch import nn
 
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.module import State, state_of
-from shardwise.parallel.data.reduction import pending_gradient
 from shardwise.plan import GroupedPlan
 
 __all__ = ["Explanation", "GroupTraffic", "explain"]
@@ -142,4 +141,4 @@ def _gradient(group: Group, i: int) -> str:
     slot = group.slots[i]
     if not slot.param.requires_grad:
         return "none"
-    return f"{pending_gradient(slot, slot.computed, 'avg')} -> {slot.stored}"
+    return f"{slot.pending_gradient(slot.computed, 'avg')} -> {slot.stored}"

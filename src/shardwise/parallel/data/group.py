@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.parallel.data.connect import connected_tensors
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
@@ -22,7 +22,7 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks
-from shardwise.torch_internals.autograd import in_backward, run_at_the_end, run_when_ready
+from shardwise.torch_internals.autograd import in_backward
 
 __all__ = ["Group", "forget_interrupted_passes"]
 
@@ -38,6 +38,7 @@ class Group:
         name: the name of the module in messages.
         slots: the parameters.
         mesh: the mesh of the collectives.
+        is_moved: whether a parameter is computed with in another layout than it is stored in.
         buckets: the slots whose gradients are reduced together, in the order in which they are expected.
         sync: whether gradients are reduced; if not, they are accumulated on each rank.
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
@@ -52,6 +53,7 @@ class Group:
         self.mesh: DeviceMesh = common_mesh([slot.layout.mesh for slot in slots])
         for slot in slots:
             slot.use_mesh(self.mesh)
+        self.is_moved = any(slot.is_moved for slot in slots)
         self.buckets = _buckets(slots, bucket_bytes)
         self.sync = self.reshard_after_backward = True
         self.reduce_unused = False
@@ -67,6 +69,7 @@ class Group:
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
+        self._needed_in: Backward | None = None
         self.is_pinned = False  # by unshard(), until reshard()
         self.backward_order: Order[Group] | None = None
 
@@ -83,11 +86,6 @@ class Group:
         return out
 
     # ---- gathering
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether a parameter is computed with in another layout than it is stored in."""
-        return any(slot.is_moved for slot in self.slots)
 
     def gather_plan(self) -> GroupedPlan:
         """The plan that gathers the parameters."""
@@ -126,7 +124,7 @@ class Group:
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
         """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
         block = self._gather_in_backward()[slot]
-        if self.gathered.stamp != stamp:
+        if self.gathered.stamp is not stamp and self.gathered.stamp != stamp:
             raise RuntimeError(
                 f"A parameter of {self.name} needed for gradient computation has been modified by an inplace operation.\n"
                 "  why: The parameters were written to between the forward and the backward pass.\n"
@@ -138,6 +136,9 @@ class Group:
         backward = current_backward_pass()
         if backward is None or self.backward_order is None:
             return self.gather()
+        if self._needed_in is backward and self.gathered.are_here:  # and compared with the parameters
+            return self.gathered.blocks
+        self._needed_in = backward
         self._take_part(backward)
         backward.begin_order(self.backward_order)
         return self.gather_in_order(self.backward_order, "backward")
@@ -222,14 +223,7 @@ class Group:
         for bucket in self.buckets:
             trained = [i for i in bucket if self.slots[i].param.requires_grad]
             if trained and torch.is_grad_enabled():
-                stored = _Accumulate.apply(*(self.slots[i].param for i in trained))  # type: ignore[no-untyped-call]
-                run_at_the_end(stored[0])
-                raw = list(_Unshard.apply(self, tuple(trained), whole, tuple(blocks), *stored))  # type: ignore[no-untyped-call]
-                run_when_ready(raw[0])
-                for i in trained:
-                    count = len(self.slots[i].raw(blocks[i], whole))
-                    out[i] = self.slots[i].joined(raw[:count])
-                    del raw[:count]
+                out |= connected_tensors({i: self.slots[i] for i in trained}, blocks, whole, self.reduce)
         for i, slot in enumerate(self.slots):
             if i not in out:
                 out[i] = slot.joined(slot.raw(blocks[i], whole))
@@ -301,6 +295,7 @@ class Group:
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
+        self._needed_in = None
         if self._recomputes:
             self._restore()
         if self.reshard_after_backward and not self.is_pinned:
@@ -311,7 +306,7 @@ class Group:
         """Drop everything that belongs to passes: gathered blocks and gradients that are not reduced."""
         self._accumulated.clear()
         self.reduction.forget()
-        self._depth = 0
+        self._depth, self._needed_in = 0, None
         if not self.is_pinned:
             self._restore()
             self._tensors = None
@@ -353,48 +348,3 @@ def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
         out[-1].append(i)
         size += nbytes
     return out
-
-
-class _Accumulate(torch.autograd.Function):
-    """`apply(*stored parameters)`: the same tensors. Its backward waits for gradients that are being reduced.
-
-    It runs when the rest of the backward pass has run, so that the reductions overlap with it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *params: DTensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(DTensor(p._local_tensor, p._spec) for p in params)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return tuple(None if g is None else DTensor(g._local_tensor, g._spec) for g in grads)
-
-
-class _Unshard(torch.autograd.Function):
-    """`apply(group, slots, on the whole mesh, gathered blocks, *stored parameters)`: the tensors to compute with."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        slots: tuple[int, ...],
-        whole: bool,
-        blocks: Sequence[Tensor],
-        *stored: DTensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.slots = group, slots
-        ctx.set_materialize_grads(False)
-        raw = [group.slots[i].raw(blocks[i], whole) for i in slots]
-        ctx.counts = [len(some) for some in raw]
-        return tuple(t for some in raw for t in some)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        rest = iter(grads)
-        found: dict[int, Tensor | None] = {}
-        for i, count in zip(ctx.slots, ctx.counts, strict=True):
-            found[i] = ctx.group.slots[i].joined_grads([next(rest) for _ in range(count)])
-        return (None, None, None, None, *ctx.group.reduce(found))

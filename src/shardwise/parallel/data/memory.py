@@ -42,6 +42,14 @@ class GatheredBlocks:
     def __init__(self) -> None:
         self._coming: tuple[tuple[object, ...], PendingBlocks] | None = None
         self._here: _Gathered | None = None
+        self._last: tuple[
+            object, ...
+        ] = ()  # the last stamp: one object as long as the parameters stay as they are
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The blocks that are held."""
+        return [] if self._here is None else self._here.blocks
 
     @property
     def are_here(self) -> bool:
@@ -60,10 +68,14 @@ class GatheredBlocks:
 
     def start(self, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
         """Begin to gather, unless it has begun."""
-        stamp = tuple(slot.stamp() for slot in slots)
-        if self._here is not None and self._here.stamp != stamp:
+        stamp: tuple[object, ...] = tuple([slot.stamp() for slot in slots])
+        if stamp == self._last:
+            stamp = self._last
+        else:
+            self._last = stamp
+        if self._here is not None and self._here.stamp is not stamp:
             self.free()
-        if self._coming is not None and self._coming[0] != stamp:
+        if self._coming is not None and self._coming[0] is not stamp:
             self._drop_coming()
         if self._here is None and self._coming is None:
             device = mesh.device_type
@@ -85,7 +97,7 @@ class GatheredBlocks:
             (stamp, coming), self._coming = self._coming, None
             blocks = coming.wait()
             self._here = _Gathered(stamp, blocks, register_blocks(owner, stamp, blocks))
-        return [] if self._here is None else self._here.blocks
+        return self.blocks
 
     def free(self) -> None:
         """Drop the blocks. Tensors that share their memory keep it."""

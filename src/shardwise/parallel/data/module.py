@@ -222,6 +222,24 @@ class FSDPModule:
         for group in _groups_in(self, recurse):
             group.reduce_unused = reduce_scatter_unused_params
 
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Accepted: gathers run the collectives of their plans."""
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Accepted: reductions run the collectives of their plans."""
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Refuse: a hook that is not called would leave gradients unreduced.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "set_all_reduce_hook is not supported.\n"
+            "  why: The all-reduce is a step of the plan that reduces gradients, not a call of its own.\n"
+            "  fix: Use a mesh with an axis that replicates parameters, or p.register_post_accumulate_grad_hook."
+        )
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: every backward pass leaves the module ready for the next."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Pending
-from shardwise.layout import Layout, Spec, contiguous_stride
+from shardwise.layout import Layout
 from shardwise.parallel.data.layouts import lifted
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
@@ -18,21 +18,15 @@ from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
 
-__all__ = ["Reduction", "pending_gradient", "reduction_plan"]
+__all__ = ["Reduction", "reduction_plan"]
 
 
 def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
     """The plan that reduces gradients which are computed from each rank's own data."""
     return plan_redistribute_many(
-        Item(pending_gradient(slot, slot.computed, "avg"), slot.stored, dtype)
+        Item(slot.pending_gradient(slot.computed, "avg"), slot.stored, dtype)
         for slot, dtype in zip(slots, dtypes, strict=True)
     )
-
-
-def pending_gradient(slot: Slot, layout: Layout, op: str) -> Layout:
-    """The layout, on the group's mesh, of a gradient that differs along the data axes."""
-    over = lifted(slot.layout.pending_gradient(slot.layout.computed, op), slot.layout.mesh, slot.mesh)
-    return layout.with_partial(dict(layout.partial) | dict(over.partial))
 
 
 class _Gradient(NamedTuple):
@@ -92,7 +86,7 @@ class Reduction:
         if isinstance(grad, DTensor):
             layout, block = lifted(grad.sharding, grad.device_mesh, slot.mesh), grad._local_tensor
         if not isinstance(grad, DTensor) or grad.device_mesh != slot.layout.mesh:
-            layout = pending_gradient(slot, layout, op)  # each rank computed it from its own data
+            layout = slot.pending_gradient(layout, op)  # each rank computed it from its own data
         dtype = self.reduce_dtype or block.dtype
         return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
 
@@ -120,8 +114,7 @@ class Reduction:
     def _result(self, slot: Slot, pending: PendingBlocks, n: int, like: Tensor) -> DTensor:
         """The reduced gradient of the stored parameter."""
         param, divisor = slot.param, self.divisor
-        shape = torch.Size(slot.layout.stored.shape)
-        spec = Spec(slot.layout.mesh, slot.layout.stored, param.dtype, shape, contiguous_stride(shape))
+        spec = slot.stored_spec(param.dtype)
 
         def finish() -> Tensor:
             block = pending.wait()[n]

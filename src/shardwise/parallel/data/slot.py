@@ -34,6 +34,7 @@ class Slot:
 
     def __init__(self, name: str, places: list[tuple[nn.Module, str]], layout: ParameterLayout) -> None:
         self.name, self.places, self.layout = name, places, layout
+        self._stride = contiguous_stride(layout.stored.shape)
         self._stored: DTensor | None = None  # while the modules have the gathered tensor
         self.use_mesh(layout.mesh)
 
@@ -49,6 +50,21 @@ class Slot:
             else self.layout.data
         )
         self.replicate = frozenset(data) - self.stored.sharded
+        self._pending: dict[tuple[Layout, str], Layout] = {}
+
+    def pending_gradient(self, layout: Layout, op: str) -> Layout:
+        """The layout, on the group's mesh, of a gradient that differs along the data axes."""
+        found = self._pending.get((layout, op))
+        if found is None:
+            over = lifted(self.layout.pending_gradient(self.layout.computed, op), self.layout.mesh, self.mesh)
+            found = layout.with_partial(dict(layout.partial) | dict(over.partial))
+            self._pending[layout, op] = found
+        return found
+
+    def stored_spec(self, dtype: torch.dtype) -> Spec:
+        """The spec of the stored parameter, or of its gradient."""
+        shape = torch.Size(self.layout.stored.shape)
+        return Spec(self.layout.mesh, self.layout.stored, dtype, shape, self._stride)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
@@ -81,8 +97,8 @@ class Slot:
         """Numbers that change when the stored parameter is written to or replaced."""
         param = self.param
         block = param._local_tensor
-        blocks = block.ranks if isinstance(block, PerRank) else (block,)
-        return id(param), version(param), sum(map(version, blocks)), id(block)
+        writes = sum(map(version, block.ranks)) if isinstance(block, PerRank) else version(block)
+        return id(param), version(param), writes, id(block)
 
     def register(self, tensor: Tensor) -> None:
         """Let the modules have a gathered tensor instead of the stored parameter."""
@@ -111,7 +127,7 @@ class Slot:
         if target is not None:
             mesh, layout = target
             shape = torch.Size(layout.shape)
-            return [DTensor(block, Spec(mesh, layout, block.dtype, shape, contiguous_stride(shape)))]
+            return [DTensor(block, Spec(mesh, layout, block.dtype, shape, self._stride))]
         return [b.detach() for b in block.ranks] if isinstance(block, PerRank) else [block.detach()]
 
     def joined(self, raw: Sequence[Tensor]) -> Tensor:

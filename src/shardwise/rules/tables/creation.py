@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.layout import global_stride
 from shardwise.rules.call import Call, Local
 from shardwise.rules.letters import unsplit
 from shardwise.rules.notation import op_names
@@ -19,10 +20,9 @@ def _local(call: Call, place: Place) -> Local | None:
     if "size" not in call.args or place.outputs[0] == call.outputs[0]:
         return None
     args = {**call.args, "size": list(place.outputs[0])}
-    # the strides of the global tensor are not those of a block
-    args.pop("stride", None)
-    op = "aten.new_empty.default" if "new_empty_strided" in call.op else call.op
-    return Local(((op, (), args),))
+    if "stride" in args:  # the block's dims in the same order
+        args["stride"] = list(global_stride(place.outputs[0], args["stride"]))
+    return Local(((call.op, (), args),))
 
 
 _ROW = Row("creates a tensor, in the layout of the first one if the shapes are equal", _build, makes=True)

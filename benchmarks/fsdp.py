@@ -1,0 +1,115 @@
+"""Data-parallel training steps compared with torch's FSDP2 and DDP: time in one interleaved run, bytes and collectives.
+
+Two gloo processes with one thread each train the same residual MLP, each block of it in a group of its own. All candidates make
+a step in turn, so that the load of the machine is the same for all; the times are medians over the turns.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import launch
+from shardwise.comm import counting
+from shardwise.fsdp import fully_shard
+from shardwise.parallel import explain, replicate
+
+SIZES = {"small": (32, 6, 8), "large": (768, 4, 256)}
+"""The width, the number of blocks and the rows of a batch."""
+
+
+class Residual(nn.Module):
+    """Blocks of two linear layers."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
+            )
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream, and a linear layer."""
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """The model under each engine."""
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+    def sharded(shard: Callable[..., Any]) -> nn.Module:
+        net = copy.deepcopy(model)
+        for block in net.blocks:
+            shard(block, mesh=mesh)
+        shard(net, mesh=mesh)
+        return net
+
+    return {
+        "fully_shard": sharded(fully_shard),
+        "FSDP2": sharded(torch_fully_shard),
+        "replicate": replicate(copy.deepcopy(model), mesh=mesh),
+        "DDP": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
+    }
+
+
+def measure(size: str, turns: int) -> tuple[dict[str, float], dict[str, float], float, int]:
+    """Seconds per step and losses of each candidate, and the bytes per step, predicted and counted."""
+    width, blocks, rows = SIZES[size]
+    torch.manual_seed(0)
+    nets = candidates(Residual(width, blocks))
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=1e-3) for name, net in nets.items()}
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    times: dict[str, list[float]] = {name: [] for name in nets}
+    losses: dict[str, float] = {}
+    for _ in range(turns + 3):
+        for name, net in nets.items():
+            dist.barrier()
+            start = time.perf_counter()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            times[name].append(time.perf_counter() - start)
+            losses[name] = loss.item()
+    with counting() as ledger:
+        nets["fully_shard"](x).pow(2).mean().backward()
+    medians = {name: statistics.median(some[3:]) for name, some in times.items()}
+    return medians, losses, explain(nets["fully_shard"]).bytes_per_rank, int(ledger.bytes)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=30)
+    turns = parser.parse_args().turns
+    print(
+        f"{'size':8}{'fully_shard':>12}{'FSDP2':>10}{'ratio':>8}{'replicate':>12}{'DDP':>10}{'ratio':>8}   bytes per rank"
+    )
+    for size in SIZES:
+        results = launch(measure, 2, size, turns)
+        times = {name: max(r[0][name] for r in results) * 1e3 for name in results[0][0]}
+        for name, loss in results[0][1].items():
+            assert abs(loss - results[0][1]["DDP"]) < 1e-4 * abs(loss), name
+        ours, torchs, replicated, ddp = times.values()
+        print(
+            f"{size:8}{ours:>9.2f} ms{torchs:>7.2f} ms{ours / torchs:>8.2f}{replicated:>9.2f} ms{ddp:>7.2f} ms"
+            f"{replicated / ddp:>8.2f}   {results[0][2]:,.0f} predicted, {results[0][3]:,} counted"
+        )
+
+
+if __name__ == "__main__":
+    main()

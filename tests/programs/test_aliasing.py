@@ -1,0 +1,267 @@
+"""Aliasing and versions: programs on a pool of tensors and views, dense and distributed side by side."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.programs.drawn_aliasing import draw_program, shrink
+from tests.programs.side_by_side import DifferenceError, run_program, simulated_mesh
+
+import shardwise as sw
+
+DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
+MESHES = ((2,), (3,), (2, 2))
+PROGRAMS, STEPS = (1000, 20) if DEEP else (40, 14)  # of each mesh
+
+
+def check(lines, mesh):
+    """Run a program; if the two sides differ, fail with the shortest program that shows it."""
+    try:
+        run_program(lines, mesh)
+    except DifferenceError as found:
+        raise (shrink(lines, mesh) or found) from None
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("number", range(len(MESHES)))
+def test_drawn_programs(number, part):
+    sizes = MESHES[number]
+    with simulated_mesh(sizes) as mesh:
+        for seed in range(part, PROGRAMS, 2):
+            check(draw_program(3 * seed + number, len(sizes), STEPS), mesh)
+
+
+def test_failures_shrink():
+    """A broken write is reported with the lines that matter, and no others."""
+    lines = [
+        "x = make((4,), '0')",
+        "y = make((4,), 'R')",
+        "y.add_(1)",
+        "v = x[1:3]",
+        "x.mul_(skew)",
+        "y.neg_()",
+    ]
+    with simulated_mesh((2,)) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sw.DTensor, "skew", 3.0, raising=False)
+        patch.setattr(torch.Tensor, "skew", 2.0, raising=False)
+        found = shrink([line.replace("skew", "x.skew") for line in lines], mesh)
+    shown = [line.strip() for line in str(found).split("\n")]
+    assert shown[1:4] == ["x = make((4,), '0')", "x.mul_(x.skew)", "check()    # <- here"]
+
+
+PROGRAMS_OF_THE_ISSUE = {
+    "foreach ops bump versions and reach views": """
+        x = make((5, 4), L)
+        v, c = x[1], x[:, 1]
+        torch._foreach_add_([x], 1.0)
+        torch._foreach_mul_([v, x], 2.0)
+        check()
+        torch._foreach_add_([v, c], 1.0)
+        torch._foreach_copy_([x], [x * 2])""",
+    "a fused step between forward and backward": """
+        p = make((5, 4), L, grad=True)
+        v = p.detach()[1]
+        y = (p * p).sum()
+        with torch.no_grad(): sgd(p, make((5, 4), L, seed=3))
+        y.backward()""",
+    "an optimizer step between forward and backward": """
+        p = make((5, 4), L, grad=True)
+        v = p.detach()[1]
+        p.grad = make((5, 4), L, seed=3)
+        y = (p * p).sum()
+        o = torch.optim.SGD([p], lr=0.5, momentum=0.9, foreach=True)
+        o.step()
+        check()
+        y.backward()""",
+    "clip_grad_norm_ with a view of the gradient": """
+        p = make((5, 4), L, grad=True)
+        (p * p).sum().backward()
+        g = p.grad
+        v, w = g[1], g[:, 2]
+        n = torch.nn.utils.clip_grad_norm_([p], 0.5, foreach=True)
+        check()
+        v.add_(1)""",
+    "data, detach and local": """
+        x = make((5, 4), L)
+        v = x[1]
+        x.data.add_(1)
+        v.add_(10)
+        check()
+        x.detach().mul_(2)
+        v.mul_(2)
+        local(x).mul_(2)
+        v.add_(1)
+        w = x.detach()[:, 0:3][1]
+        local(x).mul_(2)""",
+    "conjugates": """
+        z = make((5, 4), L, "complex128")
+        c = z.conj()
+        r = c.resolve_conj()
+        c.mul_(2j)
+        check()
+        z.mul_(1 + 1j)
+        z.mH[0] = 5j
+        z.conj()[1].add_(1j)
+        z.conj().imag.add_(1)
+        torch._neg_view(z).add_(1)
+        check()
+        r.zero_()""",
+    "gradients of conjugates": """
+        z = make((5, 4), L, "complex128", grad=True)
+        y = z * 2
+        y.conj().mul_(2j)
+        y.mH[0] = 5j
+        y.abs().sum().backward()""",
+    "copies": """
+        x = make((5, 4), L)
+        y, z, w, f = x.roll(5, 0), x.roll(4, 1), x.flip(()), x[:, 1].contiguous()
+        with torch.inference_mode(): c, d = x.t().contiguous(), x[1].contiguous()
+        i = make((4,), R).nonzero()[:, 0]
+        k = x[:, i].contiguous()
+        x.add_(1)
+        torch._foreach_add_([y, z, w, f, k], 2)
+        with torch.inference_mode(): c.add_(1)""",
+    "inference": """
+        with torch.inference_mode(): x = make((5, 4), L)
+        with torch.inference_mode(): v = x[1]
+        with torch.inference_mode(): v.mul_(v)
+        check()
+        with torch.inference_mode(): x.view_as(x)[1:4][1].add_(1)
+        check()
+        with torch.inference_mode(): x.add_(x[:, 1].sum())
+        x[1].add_(1)""",
+    "a write to an inference tensor": """
+        with torch.inference_mode(): x = make((5, 4), L)
+        x.add_(1)""",
+    "foreach on an inference tensor": """
+        with torch.inference_mode(): x = make((5, 4), L)
+        torch._foreach_add_([x], 1)""",
+    "inference mode and normal tensors": """
+        x = make((5, 4), L)
+        with torch.inference_mode(): v = x[1]
+        with torch.inference_mode(): v.mul_(v)
+        with torch.inference_mode(): x.view_as(x).add_(1)
+        with torch.inference_mode(): w = x.expand_as(x)
+        w.add_(v)""",
+    "unfold": """
+        x = make((5, 6), L)
+        x.unfold(1, 3, 1)[:, 0].fill_(-1)
+        check()
+        u = x.unfold(0, 2, 1)
+        u[1].fill_(-2)
+        u[:, :, 0].fill_(1)
+        check()
+        x.mul_(2)""",
+    "expanded tensors are filled": """
+        x = make((5, 4), L)
+        x.expand(2, 5, 4)[1].fill_(3)
+        x[:, :1].expand(5, 4).unbind(0)[2].fill_(7)
+        x[0].expand(5, 4).zero_()""",
+    "an expanded tensor is added to": "x = make((5, 4), L)\nx[0].expand(5, 4).add_(1)",
+    "deepcopy": """
+        x = make((5, 4), L)
+        l = [x, x[1], x[:, 1], x.t(), x.t()[1]]
+        d = deepcopy(l)
+        d[0].add_(1)
+        check()
+        torch._foreach_mul_(d, 2)
+        l[1].add_(1)
+        p = torch.nn.Parameter(make((5, 4), L))
+        f = deepcopy([p, p.detach()[1]])
+        f[1].add_(1)""",
+    "save": """
+        x = make((5, 4), L)
+        l = [x, x[1], x[:, 1], x.t(), x.t()[1]]
+        d = saved(l)
+        d[0].add_(1)
+        check()
+        torch._foreach_mul_(d, 2)
+        l[1].add_(1)
+        z = make((5, 4), L, "complex128")
+        s = saved([torch.view_as_real(z[1])])""",
+    "a view made before requires_grad_": """
+        x = make((5, 4), L)
+        v, w = x[1], x[:, 1]
+        x.requires_grad_()
+        v.add_(1)
+        z = v * 2
+        with torch.no_grad(): u = x[1]
+        u.add_(1)
+        x.add_(1)
+        x.detach()[1].add_(1)""",
+    "strides": """
+        x = make((5, 4, 3), L)
+        e = x.transpose(0, 1)
+        i = make((4, 3), R, "int64").abs().t() % 3
+        a, b, c, d = x[i], x[:, i], x[:, :, i], x[i, :, 1]
+        f, g, h, j = e[i], e[:, i], x.repeat_interleave(2, 0), e.repeat_interleave(2, 1)
+        k, l, m, n = e[e > 0], e.flip(0), e.roll(1, 0), e.sort(0)[0]
+        o, p, q, r = torch.cat([e, e]), e.clone(), e.softmax(0), e + x.transpose(0, 1)
+        s, t, u, w = e.cumsum(0), e.gather(0, e.argsort(0)), e.reshape(4, 15), e.permute(2, 0, 1) * 2
+        y = make((), R).expand(4, 5, 3) * e""",
+    "attention": """
+        q = make((4, 6, 4), L).transpose(0, 1)
+        k, v = make((6, 4, 4), L, seed=1), make((6, 4, 4), L, seed=2)
+        a = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        b, c = a.contiguous(), a.transpose(0, 1).contiguous()
+        d = torch.bmm(q, k).transpose(0, 1).contiguous()""",
+}
+PROGRAMS_OF_THE_ISSUE |= {
+    f"{op}, {how}": f"{start}\n v, w, d = x[0], x[:, 0], x.data\n {op}\n v.add_(10)\n check()\n x.mul_(2)\n w.add_(1)\n d.mul_(3)"
+    + "\n u = x[0]\n u.add_(1)\n (x * x).sum().backward() if x.requires_grad else None"
+    for op in (
+        "x.t_()", "x.unsqueeze_(0)", "x.transpose_(0, 1)", "x.resize_(2, 4)", "x.data = make((5, 4), L, seed=7)",
+        "x.set_(make((5, 4), L, seed=7))", "x.data = make((3, 2), L)", "torch.utils.swap_tensors(x, make((5, 4), L))",
+    )
+    for how, start in (
+        ("without grad", "x = make((5, 4), L)"),
+        ("with grad", "b = make((5, 4), L, grad=True)\n x = b * 2"),
+    )
+}  # fmt: skip
+PROGRAMS_OF_THE_ISSUE |= {
+    f"overlap: {line}": f"x = make((4, 4), L)\n i = make((4, 4), L, 'int64').abs() % 4\n {line}"
+    for line in (
+        "x.scatter_(0, i, x)", "x.scatter_add_(0, i, x)", "i.scatter_(0, i, 1)", "i.index_fill_(0, i[0], 3)",
+        "x.index_copy_(0, i[0], x)", "x.index_add_(0, i[0], x)", "x[1:].copy_(x[:-1])", "x[1:].add_(x[:-1])",
+        "x.add_(x.t())", "x.mul_(x)", "x.add_(x[0])", "x.add_(x[0, 0])", "x.add_(x[:, 1][1])", "x.copy_(x.t())",
+        "x.masked_fill_(x > 0, x[0, 0])", "x.put_(i, x)", "x.index_put_((i[0],), x)", "x.addcmul_(x, x)",
+        "x.masked_scatter_(x > 0, x)", "x[:, ::2].copy_(x[:, 1::2])", "torch.add(x, 1, out=x)",
+    )
+}  # fmt: skip
+LAYOUTS = {(2,): ("R", "0", "1", "P"), (3,): ("0", "1"), (2, 2): ("0 1", "0 0", "1 P", "R 0")}
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_programs_of_the_issue(sizes):
+    """Replicated, split along the viewed dim or another one, unevenly, by two axes, and pending."""
+    layouts = LAYOUTS[sizes] if DEEP else LAYOUTS[sizes][1:3]
+    with simulated_mesh(sizes) as mesh:
+        for text in PROGRAMS_OF_THE_ISSUE.values():
+            for layout in layouts:
+                values = {"L": repr(layout), "R": repr(" ".join("R" for _ in sizes))}
+                lines = [line.strip() for line in text.strip().split("\n")]
+                check([_with_layouts(line, values) for line in lines], mesh)
+
+
+def _with_layouts(line, values):
+    for name, value in values.items():
+        line = line.replace(f"), {name}", f"), {value}")
+    return line
+
+
+def run_on_processes(seeds, steps):
+    """Run drawn programs on the processes of this group."""
+    meshes = [
+        sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)),
+        sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+    ]
+    for seed in seeds:
+        mesh = meshes[seed % 2]
+        run_program(draw_program(seed, mesh.ndim, steps), mesh)
+
+
+@pytest.mark.processes
+def test_drawn_programs_on_processes(workers):
+    workers.run(run_on_processes, range(10_000, 10_000 + (200 if DEEP else 20)), 14)
