@@ -109,7 +109,7 @@ def test_a_model_equals_one_device(name, plan, shape):
     check(name, plan, shape, accumulate=2 if shape == (2, 2) else 1)
 
 
-@settings(max_examples=60 if DEEP else 6)
+@settings(max_examples=60 if DEEP else 3)
 @given(
     st.sampled_from(EVERY),
     st.sampled_from(sorted(MESHES)),
