@@ -1,4 +1,8 @@
-"""Results, errors and communication of a call do not depend on the calls before it."""
+"""Results and errors of a call do not depend on the calls before it, nor does its communication.
+
+One thing is sent only once: an operand that an earlier call moved to the layout that this call needs, as long as it is kept. So
+calls on tensors of their own send what they send alone, and calls on a common tensor send that or less.
+"""
 
 from __future__ import annotations
 
@@ -226,6 +230,43 @@ def test_a_call_does_not_depend_on_the_same_call_in_another_mode(call):
                 world = World()
                 observe(world, call, before)
                 assert observe(world, call, mode) == expected, f"{call} in {mode} after {before}"
+
+
+SHARED = {
+    "mm": lambda x: x @ x.t(),
+    "softmax": lambda x: x.softmax(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "view that moves": lambda x: x.t().reshape(-1),
+    "fallback": lambda x: x.histc(3),
+    "write": lambda x: x.mul_(1.5),
+    "write to a row": lambda x: x[1].sub_(1),
+}
+
+
+def _on_shared(program: list[tuple[str, bool]], reuse: int) -> list[tuple[Any, list[str]]]:
+    """The results of calls on one tensor, or their errors, and what each sends."""
+    seen = []
+    with sw.simulate(4), sw.policy(reuse=reuse):
+        x = World().put(values(6, 6), S0, R)
+        for name, allowed in program:
+            with sw.policy(implicit="allow" if allowed else "error"), counting() as ledger:
+                try:
+                    outcome: Any = _shown(SHARED[name](x))
+                except RuntimeError as error:
+                    outcome = type(error).__name__, str(error)
+            seen.append((outcome, [e.step for e in ledger.entries]))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(sorted(SHARED)), st.booleans()), min_size=2, max_size=8))
+def test_calls_on_a_common_tensor_differ_only_in_what_is_not_sent_again(program):
+    for kept, alone in zip(_on_shared(program, 1 << 28), _on_shared(program, 0), strict=True):
+        assert kept[0] == alone[0]
+        rest = list(alone[1])
+        for step in kept[1]:
+            rest.remove(step)  # nothing is sent that the call alone would not send
 
 
 FRESH = [

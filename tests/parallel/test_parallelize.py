@@ -77,3 +77,51 @@ def test_gradients_arrive_reduced_however_parameters_were_replaced(change):
             model(x).sum().backward()
         for p in model.parameters():
             assert p.grad.sharding is p.sharding
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, head_dim: int = 4) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q, self.k, self.v = (nn.Linear(6, heads * head_dim) for _ in range(3))
+        self.o = nn.Linear(heads * head_dim, 6)
+
+    def forward(self, x):
+        q, k, v = (
+            p(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("heads", [3, 4, 5])
+def test_attention_takes_one_all_reduce_each_way_with_any_number_of_heads(heads):
+    torch.manual_seed(0)
+    dense, x = nn.Sequential(Attention(heads)).double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    dense(x).square().sum().backward()
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        m = parallelize_module(copy.deepcopy(dense), mesh, {"0.[qkv]": "colwise", "0.o": "rowwise"})
+        m.zero_grad()
+        given = sw.distribute_tensor(x, mesh).requires_grad_()
+        with CommDebugMode() as comm:
+            out = m(given)
+            out.square().sum().backward()
+        assert comm.get_total_counts() == 2
+        for (name, p), q in zip(m.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().ranks[0], q.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_copies_and_unfrozen_parameters_train_as_the_original():
+    dense, x = mlp(), torch.randn(3, 6, dtype=torch.float64)
+    dense(x).square().sum().backward()
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        frozen = copy.deepcopy(dense).requires_grad_(False)
+        frozen.zero_grad()
+        m = parallelize_module(frozen, mesh, {"0": "colwise", "2": "rowwise"})
+        for model in (copy.deepcopy(m).requires_grad_(), m.requires_grad_()):
+            model(x).square().sum().backward()
+            for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+                assert p.grad.sharding is p.sharding
+                torch.testing.assert_close(p.grad.full_tensor().ranks[0], q.grad, rtol=1e-9, atol=1e-9)

@@ -32,6 +32,7 @@ class Drawing:
         self.rng, self.axes = random.Random(seed), axes
         self.side = sides(None)[0]
         self.lines: list[str] = []
+        self.reshaped: set[str] = set()
         self.roots: set[str] = set()
         """Tensors whose blocks are not views: `local(x)` is their memory."""
 
@@ -110,7 +111,7 @@ class Drawing:
                 "$.conj()",
                 "$.real",
                 "$.imag",
-                "torch.view_as_real($)",
+                "torch.view_as_real($.resolve_conj())",
                 "$.conj().imag",
                 "$.resolve_conj()",
                 "$.resolve_neg()",
@@ -160,8 +161,8 @@ class Drawing:
         """A line that writes to memory."""
         # a write to an inference tensor elsewhere is an error, after which torch has written some of it or nothing
         name, x = self.pick(lambda t: "inference" in mode or not t.is_inference()) or ("", None)
-        if x is None:
-            return None
+        if x is None or (_overlaps_itself(x) and (x.is_neg() or x.is_conj())):
+            return None  # torch resolves lazy bits by a copy, which it refuses for expanded tensors
         makers = [
             self.fill,
             self.elementwise,
@@ -291,13 +292,15 @@ class Drawing:
         same = [m for m, t in self.pool() if t.dtype is x.dtype and m != name and "[" not in m]
         if x.requires_grad or any(t.requires_grad for _, t in self.pool() if _same_storage(t, x)):
             # torch computes the gradients of views of a tensor whose shape has changed for plain tensors only
-            same = [m for m in same if dict(self.pool())[m].shape == x.shape]
+            tensors = dict(self.pool())
+            same = [m for m in same if tensors[m].shape == x.shape and not tensors[m].is_inference()]
             return (
                 f"{name}.data = {rng.choice(same)}.detach()"
                 if same and x.requires_grad and not x._is_view()
                 else None
             )
         self.roots.discard(name)
+        self.reshaped.add(name)  # from now on without grad, for the same reason
         out = [
             f"{name}.unsqueeze_({rng.randrange(n + 1)})",
             f"{name}.squeeze_()",
@@ -323,13 +326,16 @@ class Drawing:
                 t._is_view() and _shares_any(self.pool(), t) for t in swapped
             ):
                 self.roots.discard(other)
+                self.reshaped.add(other)
                 out.append(f"torch.utils.swap_tensors({name}, {other})")
         return rng.choice(out)
 
     # others
 
     def copy(self) -> str | None:
-        names = [n for n, _ in self.pool()]
+        # torch does not save a storage in two dtypes
+        _, first = self.pick() or ("", None)
+        names = [n for n, t in self.pool() if first is not None and t.dtype is first.dtype]
         some = self.rng.sample(names, min(len(names), self.rng.randrange(1, 4)))
         return f"{self.name()} = {self.rng.choice(['deepcopy', 'saved'])}([{', '.join(some)}])"
 
@@ -338,8 +344,12 @@ class Drawing:
         return None if x is None else f"({name} * {name}.detach().clone()).abs().sum().backward()"
 
     def requires_grad(self) -> str | None:
-        name, x = self.pick(lambda t: t.dtype.is_floating_point) or ("", None)
-        return None if x is None else f"{name}.requires_grad_()"
+        names = [
+            n
+            for n, t in self.pool()
+            if t.dtype.is_floating_point and not t._is_view() and n not in self.reshaped
+        ]
+        return f"{self.rng.choice(names)}.requires_grad_()" if names else None
 
     def forget(self) -> str | None:
         names = sorted({n.partition("[")[0] for n, _ in self.pool()})

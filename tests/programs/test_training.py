@@ -30,7 +30,7 @@ def on_processes(names):
 
 @pytest.mark.processes
 def test_programs_on_processes(workers):
-    names = list(PROGRAMS) if DEEP else ["gpt", "gan", "k_means", "experts"]
+    names = list(PROGRAMS) if DEEP else ["gan", "k_means", "experts"]
     for found in workers.run(on_processes, names):
         for name, results in zip(names, found, strict=True):
             check(results, {k: full(v) for k, v in PROGRAMS[name](World()).items()})

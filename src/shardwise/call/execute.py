@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_tensors, tensors_in, with_tensors
+from shardwise.call.kept_moves import move_once, unshared
 from shardwise.call.local_program import LocalProgram
 from shardwise.call.moved_view import remember_base
 from shardwise.call.resolve import Resolution
-from shardwise.call.schema import op_info
+from shardwise.call.schema import OpInfo, op_info
 from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank, map_ranks, members_of, spread
 from shardwise.comm.per_rank import at_rank, join
@@ -33,7 +35,7 @@ def wrap(result: Any, specs: Iterator[Spec]) -> Any:
 def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call as its rule resolved it. This is the general path; `dispatch.fast_path` has shorter ones."""
     info = op_info(func)
-    blocks = _moved_blocks(func, resolution, tensors_in([*args, *kwargs.values()]), info.writes)
+    blocks = _moved_blocks(func, resolution, tensors_in([*args, *kwargs.values()]), info)
 
     def run(program: LocalProgram | None, blocks: list[Tensor]) -> Any:
         if program is not None:
@@ -49,6 +51,9 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
         result = join({r: run(programs[r], at_rank(blocks, r)) for r in ranks}, str(func))
     else:
         result = run(programs[None], blocks)
+    if programs is not None and not info.writes and any(resolution.moves):
+        moved = [b for b, plan in zip(blocks, resolution.moves, strict=True) if plan is not None]
+        result = map_tensors(lambda r: unshared(r, moved), result)  # an op copies, but a program may not
     if info.writes and programs is not None:
         map_ranks(torch.ops.aten.copy_.default, blocks[0], result)
     if (target := info.returned_argument(args, kwargs)) is not None:
@@ -59,15 +64,21 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
     return out
 
 
-def _moved_blocks(func: Any, resolution: Resolution, tensors: list[Tensor], writes: bool) -> list[Tensor]:
+def _moved_blocks(func: Any, resolution: Resolution, tensors: list[Tensor], info: OpInfo) -> list[Tensor]:
     blocks: list[Tensor] = []
+    writes, mesh = info.writes, resolution.mesh
     with communication(func, resolution.moves):
         for t, plan in zip(tensors, resolution.moves, strict=True):
             block = t._local_tensor if isinstance(t, DTensor) else t
             if resolution.simulated and not isinstance(block, PerRank) and (plan is not None or writes):
                 # each rank moves and writes its own copy
-                block = spread(block, list(members_of(resolution.mesh)))
-            blocks.append(block if plan is None else run_plan(func, plan, block, resolution.mesh))
+                block = spread(block, list(members_of(mesh)))
+            if plan is None:
+                blocks.append(block)
+            elif writes or info.is_view:
+                blocks.append(run_plan(func, plan, block, mesh))
+            else:
+                blocks.append(move_once(t, plan, partial(run_plan, func, plan, block, mesh)))
     return blocks
 
 

@@ -21,7 +21,7 @@ class TracedCall(NamedTuple):
         route: the kind of route it takes.
         args: its arguments.
         kwargs: its keyword arguments.
-        plans: what it will send, as far as that is known before it runs.
+        plans: what it will send, as far as that is known before it runs; less if an operand that another op moved is kept.
     """
 
     op: Any

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.call.op_call import OpCall
 from shardwise.call.schema import op_info
 from shardwise.comm import PerRank
 from shardwise.tensor.dtensor import DTensor
@@ -25,12 +24,15 @@ watched: dict[int, weakref.ref[Memory]] = {}
 
 
 class Memory:
-    """The storage of a block that moved views are computed from, and how often ops on DTensors wrote to it."""
+    """The storage of a block that moved views are computed from, and how often ops on DTensors wrote to it.
 
-    __slots__ = ("__weakref__", "_block", "key", "writes")
+    `block` keeps the storage alive, so that its id stays its own.
+    """
+
+    __slots__ = ("__weakref__", "block", "key", "writes")
 
     def __init__(self, block: Tensor) -> None:
-        self._block = block  # keeps the storage alive, so that its id stays its own
+        self.block = block
         self.key, self.writes = _key(block), 0
 
     def state(self, roots: Sequence[Tensor]) -> tuple[int, int] | None:
@@ -62,8 +64,10 @@ def memory_of(block: Tensor) -> Memory:
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count the writes of an op that has run."""
-    if op_info(func).written:
-        for t in OpCall(func, args, kwargs).written:
+    info = op_info(func)
+    for i in info.written:
+        value = args[i] if i < len(args) else kwargs.get(info.arguments[i].name)
+        for t in value if isinstance(value, list | tuple) else (value,):
             if isinstance(t, DTensor) and t._spec.stride is not None:
                 note_write(t._local_tensor)
 

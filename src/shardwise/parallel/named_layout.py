@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from shardwise.layout import Axes, Factor, Layout, LayoutError
 from shardwise.parallel.module_tensors import Slot
 from shardwise.parallel.named_styles import NamedStyle
@@ -10,8 +12,13 @@ from shardwise.parallel.partition import split_dim
 __all__ = ["named_layout"]
 
 
-def named_layout(slot: Slot, style: NamedStyle, axes: Axes, axis: int) -> Layout:
-    """The layout of the tensor in a slot: replicated, or with the features that the style names split by an axis."""
+def named_layout(
+    slot: Slot, style: NamedStyle, axes: Axes, axis: int, parent: nn.Module | None = None
+) -> Layout:
+    """The layout of the tensor in a slot: replicated, or with the features that the style names split by an axis.
+
+    `parent`: the module around the slot's owner. If that is attention with heads, features are split between heads.
+    """
     shape = tuple(slot.tensor.shape)
     layout = Layout.replicated(shape, axes)
     dim = None if style.split is None else split_dim(slot.owner, slot.tensor, style.split)
@@ -23,5 +30,25 @@ def named_layout(slot: Slot, style: NamedStyle, axes: Axes, axis: int) -> Layout
             why="A packed style splits each of the projections of one size in that dim.",
             fix="Use a layout with factors instead.",
         )
-    inner = Factor(shape[dim] // style.packed, (axis,))
-    return layout.with_dim(dim, *([Factor(style.packed)] if style.packed > 1 else []), inner)
+    size = shape[dim] // style.packed
+    unit = 1 if style.split == "experts" else _features_kept_together(parent, size, axes.sizes[axis])
+    factors = [Factor(style.packed), Factor(size // unit, (axis,)), Factor(unit)]
+    return layout.with_dim(dim, *(f for f in factors if f.size > 1 or f.axes))
+
+
+def _features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> int:
+    """The number of adjacent features in a projection of an attention module that belong on one rank.
+
+    A head, so that views by heads send nothing however many heads there are. If a rank would be left without heads, or if
+    ranks would have different numbers of keys that several queries share, attention is gathered, and features are
+    split evenly.
+    """
+    head = getattr(parent, "head_dim", None)
+    if not isinstance(head, int) or head < 1 or size % head:
+        return 1
+    config = getattr(parent, "config", None)
+    heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if isinstance(keys, int) and keys != heads and keys % ranks:
+        return 1
+    count = size // head
+    return head if -(-count // ranks) * (ranks - 1) < count else 1

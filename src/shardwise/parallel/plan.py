@@ -144,7 +144,8 @@ class _Reading:
             if is_notation(text):
                 layout = parameter_layout(text, tuple(slot.tensor.shape), self.axes)
             else:
-                layout = named_layout(slot, NAMED_STYLES[text], self.axes, self.axis)
+                parent = self.modules.get(slot.path.rpartition(".")[0]) if slot.path else None
+                layout = named_layout(slot, NAMED_STYLES[text], self.axes, self.axis, parent)
         except LayoutError as error:
             self.problems.append(f"{key!r}: {error.what} {error.why}")
             return

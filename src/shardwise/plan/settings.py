@@ -68,10 +68,11 @@ class Settings:
     plain: Plain
     decisions: Decisions
     routes: dict[int, Any]
+    reuse: int  # bytes
 
 
 _default = _decisions_for(DEFAULT_COSTS, False)
-_DEFAULT = Settings("allow", "error", _default, _default.routes)
+_DEFAULT = Settings("allow", "error", _default, _default.routes, 1 << 28)
 active: ContextVar[Settings | None] = ContextVar("shardwise_settings", default=None)
 active.set(_DEFAULT)  # for this thread; others use `inherited`
 _publish: Callable[[Settings], None] = lambda settings: None  # noqa: E731
@@ -108,13 +109,15 @@ def override_settings(
     plain: Plain | None = None,
     model: CostModel | None = None,
     traced: bool | None = None,
+    reuse: int | None = None,
 ) -> Iterator[None]:
     """Change some settings inside the block; what is not given stays as it is outside."""
     outer = current_settings()
     decisions = outer.decisions
     if model is not None or traced is not None:
         decisions = _decisions_for(model or decisions.model, decisions.traced if traced is None else traced)
-    inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions, decisions.routes)
+    kept = outer.reuse if reuse is None else reuse
+    inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions, decisions.routes, kept)
     token = active.set(inner)
     _publish(inner)
     try:

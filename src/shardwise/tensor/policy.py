@@ -12,7 +12,9 @@ __all__ = ["implicit_replication", "policy"]
 
 
 @contextmanager
-def policy(*, implicit: Implicit | None = None, plain: Plain | None = None) -> Iterator[None]:
+def policy(
+    *, implicit: Implicit | None = None, plain: Plain | None = None, reuse: int | None = None
+) -> Iterator[None]:
     """Set whether ops inside the block may communicate implicitly, and how they treat plain tensors.
 
     What is not given keeps the setting outside the block.
@@ -24,6 +26,9 @@ def policy(*, implicit: Implicit | None = None, plain: Plain | None = None) -> I
         plain: what a plain tensor beside a DTensor counts as: `"error"` (the default outside any block) refuses it, `"replicate"`
             takes it to be the same on every rank, `"check"` compares its values on all ranks first, at the price of one small
             all-gather per call. Numbers and tensors with one element always count as replicated.
+        reuse: the most bytes that an operand may have on a rank, after an op had to move it, to be kept for the next ops that need
+            the same tensor in the same layout, as q, k and v do; 256 MiB outside any block. At most the last two are kept,
+            until their tensor is written to or freed. 0 keeps none. All ranks must use the same number.
 
     Raises:
         ValueError: a value is none of the above.
@@ -44,7 +49,11 @@ def policy(*, implicit: Implicit | None = None, plain: Plain | None = None) -> I
     """
     _check("implicit", implicit, get_args(Implicit))
     _check("plain", plain, get_args(Plain))
-    with override_settings(implicit=implicit, plain=plain):
+    if reuse is not None and (not isinstance(reuse, int) or reuse < 0):
+        raise ValueError(
+            f"policy() got reuse={reuse!r}.\n  why: It is a number of bytes.\n  fix: policy(reuse=0), or policy(reuse=1 << 28)."
+        )
+    with override_settings(implicit=implicit, plain=plain, reuse=reuse):
         yield
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import random
+import sys
 
 import pytest
 import torch
@@ -175,6 +176,14 @@ def test_programs_whose_data_are_dtensors_on_the_whole_mesh(name, strategy):
     with simulate(3):
         found = train(name, strategy, (3,), 3, 1, "whole mesh")
     check(found, train_dense(name, 3, 3, 1))
+
+
+@pytest.mark.parametrize("name", ["mlp", "recurrent"])
+def test_partial_sums_of_several_buckets(name, monkeypatch):
+    monkeypatch.setattr(sys.modules["shardwise.parallel.data.zero"], "_BUCKET_BYTES", 300)
+    with simulate(4):
+        found = train(name, "zero 2", (2, 2), 2, 3, "no all-reduce")
+    check(found, train_dense(name, 4, 2, 3))
 
 
 def train_on_processes(name, strategy, shape, how):

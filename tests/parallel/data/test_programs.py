@@ -237,3 +237,38 @@ def test_autocast():
         assert out.dtype is torch.bfloat16
         out.float().sum().backward()
         assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+class Branches(nn.Module):
+    """Each rank uses one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        self.never = nn.Linear(5, 3)
+
+    def forward(self, x, branch):
+        return self.branches[branch](x)
+
+
+def train_branches(freed):
+    """The gradients of a model of which the ranks use different parameters."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = fully_shard(Branches().double(), mesh=mesh_of(4), reshard_after_forward=freed)
+    model.set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        model(DATA[rank % 2].clone(), rank % 2).sum().backward()
+    return [full(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("freed", [False, True])
+def test_ranks_that_use_different_parameters(workers, freed):
+    torch.manual_seed(0)
+    dense = Branches().double()
+    for rank in range(4):
+        dense(DATA[rank % 2], rank % 2).sum().div(4).mul(2).backward()
+    for grads in workers.run(train_branches, freed):
+        for g, p in zip(grads, dense.parameters(), strict=True):
+            torch.testing.assert_close(g, torch.zeros_like(p) if p.grad is None else p.grad)

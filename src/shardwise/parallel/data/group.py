@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import on_mesh
+from shardwise.layout import block_shape
 from shardwise.parallel.data.connect import connected_tensors
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
@@ -258,7 +260,7 @@ class Group:
         given = {i: self._accumulated.pop(i) for i in grads if i in self._accumulated}
         if self.reduce_unused:
             given |= {i: self._zero(i) for i in grads if i not in given}
-        found = self._start_reduction(given)
+        found = self._start_reduction(list(grads), given)
         return [found.get(i) for i in grads]
 
     def _accumulate(self, i: int, grad: Tensor) -> None:
@@ -271,16 +273,21 @@ class Group:
         self._accumulated[i] = grad
 
     def _zero(self, i: int) -> Tensor:
-        slot = self.slots[i]
-        block = torch.zeros_like(self.gather()[i])
-        return slot.joined(slot.raw(block, on_whole_mesh=False))
+        """A gradient of zero. Nothing is gathered for it: the ranks that have a gradient would not take part."""
+        slot, whole = self.slots[i], self._pass is not None and self._pass.on_whole_mesh
+        dtype, device = compute_dtype(slot, self.policy.param_dtype), self.mesh.device_type
+        block = on_mesh(
+            self.mesh, lambda c: torch.zeros(block_shape(slot.computed, c), dtype=dtype, device=device)
+        )
+        return slot.joined(slot.raw(block, whole))
 
-    def _start_reduction(self, given: dict[int, Tensor]) -> dict[int, DTensor]:
-        if not given and not self.reduction.keeps:
+    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> dict[int, DTensor]:
+        """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
+        if not given and not any(i in slots for i in self.reduction.keeps):
             return {}
         while len(_reductions) >= _MOST_REDUCTIONS:
             _reductions.pop(0).wait()
-        found, pending = self.reduction.start(dict(enumerate(self.slots)), given)
+        found, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
         if pending is not None and not pending.is_complete:
             _reductions.append(pending)
         return found
@@ -289,7 +296,7 @@ class Group:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""
         if self.sync and (self._accumulated or (self.reduction.all_reduce and self.reduction.keeps)):
             given, self._accumulated = self._accumulated, {}
-            for i, grad in self._start_reduction(given).items():
+            for i, grad in self._start_reduction(range(len(self.slots)), given).items():
                 param, block = self.slots[i].param, DTensor(grad._local_tensor, grad._spec)
                 param.grad = block if param.grad is None else param.grad + block
 

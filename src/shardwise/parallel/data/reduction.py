@@ -62,14 +62,15 @@ class Reduction:
         self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
     ) -> tuple[dict[int, DTensor], PendingBlocks | None]:
         """Begin to reduce gradients; returns those of the stored parameters, which wait when they are used."""
-        given = {i: self._gradient(slots[i], g) for i, g in grads.items()}
+        # in the order of the slots, which is the same on all ranks
+        given = {i: self._gradient(slots[i], g) for i, g in sorted(grads.items())}
         mesh = next(iter(slots.values())).mesh
-        if not self.all_reduce or self._kept:
-            given = self._scattered(slots, given, mesh)
+        kept = {i: self._kept.pop(i) for i in slots if i in self._kept}
+        if not self.all_reduce or kept:
+            given = self._scattered(slots, given, kept, mesh)
             if not self.all_reduce:
-                self._kept = given
+                self._kept |= given
                 return {}, None
-            self._kept.clear()
         plan = plan_redistribute_many(
             Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items()
         )
@@ -91,7 +92,11 @@ class Reduction:
         return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
 
     def _scattered(
-        self, slots: Mapping[int, Slot], given: Mapping[int, _Gradient], mesh: DeviceMesh
+        self,
+        slots: Mapping[int, Slot],
+        given: Mapping[int, _Gradient],
+        before: Mapping[int, _Gradient],
+        mesh: DeviceMesh,
     ) -> dict[int, _Gradient]:
         """Gradients reduced over the axes that split parameters, with the partial sums of earlier passes added."""
         targets = {}
@@ -104,12 +109,12 @@ class Reduction:
         plan = plan_redistribute_many(Item(g.layout, targets[i], g.block.dtype) for i, g in given.items())
         found = move_blocks(plan, [g.block for g in given.values()], mesh) if given else []
         out = {i: _Gradient(b, targets[i]) for i, b in zip(given, found, strict=True)}
-        for i, kept in self._kept.items():
+        for i, kept in before.items():
             if i in out:
                 out[i] = _Gradient(out[i].block + kept.block, out[i].layout)
             else:
                 out[i] = kept
-        return out
+        return dict(sorted(out.items()))
 
     def _result(self, slot: Slot, pending: PendingBlocks, n: int, like: Tensor) -> DTensor:
         """The reduced gradient of the stored parameter."""
