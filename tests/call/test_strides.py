@@ -19,6 +19,7 @@ CALLS = {
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
     "rfft": lambda x: torch.fft.rfft(x, dim=0),
     "rfft2": torch.fft.rfft2,
+    "angle": lambda x: torch.complex(x, x).angle(),
     "floor division": lambda x: torch.floor_divide(x.mT.contiguous(), x.mT),
 }
 
@@ -54,3 +55,13 @@ def test_inferred_strides_of_ops_of_two_tensors_equal_those_of_the_kernel(func):
         for b in STRIDED:
             (inferred,) = infer_outputs(func, (a, b), {})
             assert inferred.stride() == func(a, b).stride(), (a.stride(), b.stride())
+            if func is not aten.logaddexp.default:  # it takes no integers
+                _compare_integers(func, a, b)
+
+
+def _compare_integers(func, a, b):
+    """The same for integers, one of them expanded: the kernel converts them first."""
+    a, b = (torch.ones_like(t, dtype=torch.int64) for t in (a[:1], b))
+    a = a.expand(4, 3, 5)
+    (inferred,) = infer_outputs(func, (a, b), {})
+    assert inferred.stride() == func(a, b).stride(), (a.stride(), b.stride())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 from tests.clients.float64 import Float64
+from tests.clients.inputs import batches_for
 from tests.clients.tiny_configs import build, configurations_with_plans, shrink
-from tests.clients.training import Batch, Record, compare, micro_batches, train
+from tests.clients.training import Batch, Record, compare, train
 from transformers import PreTrainedModel
 
 from shardwise.parallel import parallelize_module
@@ -51,13 +51,6 @@ def sweep_configuration(name: str, steps: int = 2, meshes: Sequence[str] = tuple
         return [Case(name, "", "not built", _shown(error))]
     used = [m for m in meshes if not m.startswith("ep") or model.ep_plan]
     return [_compare(name, mesh, model, batches, dense, steps) for mesh in used]
-
-
-def batches_for(model: PreTrainedModel) -> list[Batch]:
-    """Token ids, with labels if the model takes them."""
-    takes_labels = "labels" in inspect.signature(model.forward).parameters
-    kept = ("input_ids", "labels") if takes_labels else ("input_ids",)
-    return [{k: b[k] for k in kept} for b in micro_batches(model.config.vocab_size)]
 
 
 def _compare(

@@ -77,6 +77,22 @@ def test_generation_with_a_cache_gives_the_same_tokens(name: str, mesh: Mapping[
     assert torch.equal(got, want)
 
 
+def test_sampling_draws_the_tokens_of_one_device():
+    family = FAMILIES["Llama"]
+    model, tokens = family.model(), family.batches()[0]["input_ids"]
+    how = {"max_new_tokens": 5, "do_sample": True, "top_k": 10, "eos_token_id": None, "pad_token_id": 0}
+    dense = copy.deepcopy(model)
+    with Float64():
+        with sw.one_device():
+            sw.manual_seed(5)
+            want = dense.generate(tokens, **how)
+        with on_mesh((3,), ("tp",)) as mesh:
+            parallelize_module(model, mesh, family.plan_of(model))
+            sw.manual_seed(5)
+            got = model.generate(tokens, **how)
+    assert torch.equal(got, want)
+
+
 def test_a_llama_takes_the_collectives_of_megatron():
     family = FAMILIES["Llama"]
     model, batch = family.model(), family.batches()[0]

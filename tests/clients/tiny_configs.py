@@ -111,6 +111,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
     "EmbeddingGemma2TextConfig": {"hidden_size_per_layer_input": 8, "embedding_dim": 24},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [24, 24], "rope_parameters": _mrope(1, 1, 2)},
+    "Ernie4_5_VLMoeVisionConfig": {"depth": 2, "num_heads": 4, "patch_size": 4},
     "EsmcConfig": {"num_key_value_heads": 4},
     "Gemma3nTextConfig": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -122,6 +123,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
     },
     "Gemma4TextConfig": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+    "Gemma4VisionConfig": {"position_embedding_size": 16, "patch_size": 4},
     "Glm4vTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
     "Glm4vMoeTextConfig": {"rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=1.0)},
     "Glm5NextTextConfig": {
@@ -160,8 +162,18 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "KimiLinearConfig": {"linear_head_dim": 8, "linear_num_heads": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Llama4VisionConfig": {
+        "image_size": 16,
+        "patch_size": 4,
+        "intermediate_size": 128,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    },
     "LongcatFlashConfig": {"num_layers": 1, "zero_expert_num": 2},
     "MistralLarge4TextConfig": {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 2},
+    "MuseGlimmerAssistantConfig": {"target_layer_ids": [0, 1], "block_size": 4, "mask_token_id": 3},
+    "MuseGlimmerVisionConfig": {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
     "MuseSparkTextConfig": {"moe_hidden_size": 16},
     "NemotronHConfig": {
         "layers_block_type": ["mamba", "attention", "moe"],
@@ -174,6 +186,27 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "Qwen2VLTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
     "Qwen2_5OmniTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
     "Qwen2_5_VLTextConfig": {"rope_parameters": _mrope(2, 1, 1)},
+    "Phi4MultimodalConfig": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+            "crop_size": 16,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 2,
+            "num_attention_heads": 4,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "input_size": 16,
+        },
+    },
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -185,9 +218,43 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "Step3p7TextConfig": {"share_expert_dim": 24, "sliding_window": 4},
 }
-_NOT_IN_AUTO = {"VoxtralRealtimeTextConfig"}  # the mapping names a model that the package does not export
+_SMALL_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def _compose(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+    """The configuration of a whole model around a part that is no model itself, or of parts that are shrunk; else None."""
+    module = importlib.import_module(kind.__module__)
+    match kind.__name__:
+        case "T5GemmaModuleConfig":
+            part = shrink_alone(kind)
+            return module.T5GemmaConfig(encoder=part, decoder=part, vocab_size=64)  # type: ignore[no-any-return]
+        case "T5Gemma2TextConfig" | "T5Gemma2DecoderConfig":
+            text, decoder = (
+                shrink_alone(c) for c in (module.T5Gemma2TextConfig, module.T5Gemma2DecoderConfig)
+            )
+            encoder = module.T5Gemma2EncoderConfig(text_config=text, vision_config=_SMALL_VISION)
+            return module.T5Gemma2Config(encoder=encoder, decoder=decoder)  # type: ignore[no-any-return]
+        case "Llama4Config":
+            parts = (module.Llama4TextConfig, module.Llama4VisionConfig)
+            text, vision = (shrink_alone(c) for c in parts)
+            whole = module.Llama4Config(text_config=text, vision_config=vision, image_token_index=5)
+            whole.pad_token_id, whole.vocab_size = 0, 64
+            return whole  # type: ignore[no-any-return]
+    return None
+
+
+# for the first the mapping names a model that is not exported, for the second the text part
+_NOT_IN_AUTO = {"VoxtralRealtimeTextConfig", "Llama4Config"}
 _HEADS = ("CausalLM", "ConditionalGeneration", "MaskedLM")
 _AUTO = (
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
     modeling_auto.MODEL_MAPPING,
@@ -234,6 +301,11 @@ def model_class(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
 
 
 def shrink(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
+    """A configuration of this class, or of the model that it is a part of, with small sizes."""
+    return _compose(kind) or shrink_alone(kind, **changes)
+
+
+def shrink_alone(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
     """A configuration of this class with small sizes and layers of each kind, at least two."""
     defaults = {f.name: f.default for f in dataclasses.fields(kind)}
     sizes = {n: s for n, s in _SIZES.items() if n in defaults and _takes_number(defaults[n], n)}

@@ -142,6 +142,8 @@ _LATER = ("0.5", "2", "-1", "0.25", "1")
 def fill_pattern(d: Drawing, pattern: str, x: str) -> str | None:
     """A pattern with its placeholders filled; None if the tensor has no dim of the needed kind."""
     t = d[x]
+    if ("{ix" in pattern and not t.numel()) or (".data" in pattern and t.is_inference()):
+        return None  # torch takes any index then; `data` of a subclass is an inference tensor, that of a plain one is not
     values: dict[str, object] = {
         "x": x,
         "v": d.rng.choice(_LATER if t.is_floating_point() else ("2", "-1", "1")),
@@ -305,6 +307,82 @@ def number(d: Drawing) -> str | None:
 @template(1.5)
 def new_input(d: Drawing) -> None:
     d.fresh(d.shape(), d.rng.choice((d.dtype, d.dtype, d.dtype, "int64", "bool", "complex128", "float32")))
+
+
+_WITH_OTHER = (
+    "{x} + {o}", "{x} * {o}", "torch.where({x} != 0, {x}, {o})", "{x} < {o}" , "torch.add({x}, {o}, out=torch.zeros_like({x} + {o}))",
+    "{x}.to({o}.dtype)", "torch.result_type({x}, {o})", "torch.cat([{x}.flatten(), {o}.flatten()])", "{x}.type_as({o})",
+    "torch.stack([{x}.flatten()[:2], {x}.flatten()[:2]]).to({o}.dtype)", "torch.maximum({x}, {o})", "{x} - {o}.sum()", "{x} / ({o}.abs() + 1)",
+    "torch.broadcast_tensors({x}, {o})[1]", "{x}.expand_as({x} + {o})", "torch.atleast_2d({x}) + torch.atleast_2d({o})", "{x}.mul({o})",
+)  # fmt: skip
+
+
+@template(1.5)
+def promotion(d: Drawing) -> str | None:
+    """Two tensors that broadcast, of any two dtypes."""
+    x = d.pick("a")
+    if x is None:
+        return None
+    o = d.broadcastable(x, d.rng.choice(("float64", "float32", "int64", "bool", "complex128")))
+    return f"{d.new()} = {d.rng.choice(_WITH_OTHER).format(x=x, o=o)}"
+
+
+@template(2)
+def advanced_index(d: Drawing) -> str | None:
+    """Reading from or writing to a tensor with several kinds of indices."""
+    x = d.pick("a", 1)
+    if x is None:
+        return None
+    parts, shape = [], list(d[x].shape)
+    n = d.rng.choice((1, 2, 3))
+    for size in shape[: d.rng.randrange(1, len(shape) + 1)]:
+        kind = d.rng.random()
+        if kind < 0.35:
+            parts.append(d.indices(d.rng.choice(([n], [n], [1], [2, n])), size))
+        elif kind < 0.5:
+            parts.append(str(d.rng.randrange(-size, size) if size else 0))
+        elif kind < 0.6:
+            parts.append(str([d.rng.randrange(max(size, 1)) for _ in range(n)]))
+        elif kind < 0.7:
+            parts.append(f"{d.fresh([size], 'int64')} > 0")
+        elif kind < 0.78:
+            parts.append("None")
+        else:
+            parts.append(d.rng.choice((":", "1:", "::2", ":-1", "...", ":2")))
+    index = ", ".join(parts)
+    write = d.rng.random()
+    if write < 0.25:
+        return f"with torch.no_grad():\n    {x}[{index}] = {d.rng.choice(('1', f'{x}[{index}].clone() * 2', f'{x}[{index}].detach().sum()'))}"
+    if write < 0.35:
+        y = d.new()
+        return f"{y} = {x}.clone()\n{y}[{index}] {d.rng.choice(('=', '+=', '*='))} 2"
+    return f"{d.new()} = {x}[{index}]"
+
+
+_MORE = {
+    "f1": (
+        "torch.histc({x}, 4)", "{x}.cumsum({d}).flip({d})", "torch.nanquantile({x}, 0.5, dim={d})", "torch.take_along_dim({x}, {x}.argsort({d}), {d})",
+        "torch.cumulative_trapezoid({x}, dim={d})", "F.threshold({x}, 0.1, 0.2)", "F.celu({x})", "torch.std_mean({x}, {d})[1]", "{x}.lerp({s}, {s})",
+        "torch.unravel_index({x}.argmax(), {x}.shape)[0]", "torch.dot({x}.flatten(), {s}.flatten())", "torch.fft.irfft(torch.fft.rfft({x}, dim={d}), n={x}.shape[{d}], dim={d})",
+        "torch.special.logit({x}.sigmoid())", "torch.gradient({x}, dim={d})[0]", "torch.meshgrid({x}.flatten()[:2], {s}.flatten()[:3], indexing='ij')[1]",
+        "torch.cartesian_prod({x}.flatten()[:2], {s}.flatten()[:3])", "torch.block_diag({x}.flatten()[:2], {s}.flatten()[:3])", "{x}.aminmax(dim={d})[1]", "torch.nanmedian({x}, {d}).values",
+    ),
+    "f2": (
+        "torch.einsum('ij,kj,lj->ikl', {x}[..., :3], {x}[..., :3], {x}[..., :3])", "torch.linalg.multi_dot([{x}, {x}.mT, {x}])", "torch.chain_matmul({x}, {x}.mT)", "F.bilinear({x}, {x}, {x}[None, :, :1].expand(2, -1, -1).mT @ {x}[None, :, :][:, :1])",
+        "torch.linalg.inv({x} @ {x}.mT + 5 * torch.diag_embed(torch.ones_like({x}[..., 0])))", "torch.linalg.solve({x} @ {x}.mT + 5 * torch.diag_embed(torch.ones_like({x}[..., 0])), {x})", "torch.linalg.qr({x})[1].abs()", "torch.linalg.svdvals({x})",
+        "torch.cross({x}[..., :3], {s}[..., :3], dim=-1)", "F.pairwise_distance({x}, {s})", "F.cosine_embedding_loss({x}, {s}, torch.ones_like({x}[:, 0]))", "F.triplet_margin_loss({x}, {s}, {s} + 1)", "F.pdist({x})", "F.multilabel_soft_margin_loss({x}, ({s} > 0).to({x}.dtype))", "torch.linalg.det({x} @ {x}.mT + 1)", "{x}.logsumexp((0, 1))", "torch.matrix_exp({x} @ {x}.mT * 0.1)", "torch.linalg.cholesky({x} @ {x}.mT + 5 * torch.diag_embed(torch.ones_like({x}[..., 0])))",
+    ),
+    "i1": ("{x}.abs().flatten().bincount()", "F.one_hot({x}.abs(), 8)", "{x}.cumsum({d})", "{x}.cumprod({d})", "torch.bitwise_and({x}, {s})", "{x}.unique(return_inverse=True)[1]", "{x}.histc(3)" , "torch.unique_consecutive({x})", "{x}.float().softmax({d})", "torch.gcd({x}, {s})"),
+    "c1": ("{x} @ {x}.mH", "torch.fft.fft2({x}[None])", "torch.linalg.vector_norm({x}, dim={d})", "torch.polar({x}.abs(), {x}.angle())", "{x}.mH", "{x}.conj()[0]", "{x}.sum({d}).conj()", "torch.view_as_complex(torch.view_as_real({x}) * 2)", "torch.vdot({x}.flatten(), {x}.flatten())"),
+    "b1": ("{x}.nonzero()", "torch.where({x}, {x}.long(), {x}.sum())", "{x}.int().argmax({d})", "{x}.logical_xor({x}.flip({d}))", "{x}.cumsum({d}) > 1", "torch.count_nonzero({x}, {d})", "{x}.view(torch.uint8)"),
+}  # fmt: skip
+
+
+@template(3)
+def rarer_op(d: Drawing) -> str | None:
+    found = _from(_MORE, d)
+    code = found and fill_pattern(d, *found)
+    return code and f"{d.new()} = {code}"
 
 
 @template(1)

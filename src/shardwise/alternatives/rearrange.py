@@ -13,7 +13,7 @@ from shardwise.alternatives.exchange import Operand, SplitDim, block_program, cl
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.comm import Coord, block_of
-from shardwise.layout import Layout
+from shardwise.layout import Factor, Layout, Spec
 from shardwise.plan import Move, Plan, plan_exchanges
 from shardwise.plan.exchange import Range, Ranges
 from shardwise.tensor.dtensor import DTensor
@@ -149,6 +149,8 @@ def _cat(call: OpCall, resolution: Resolution) -> Alternative | None:
     if split is None or any(t.dtype != out.dtype for t in tensors):
         return None
     layout: Layout = tensors[lead]._spec.layout
+    if len(used) > 1 and all(getattr(tensors[i], "_spec", None) is tensors[lead]._spec for i in used):
+        return _pack(call, out, d, used, layout)
     is_plain = [not isinstance(t, DTensor) for t in tensors]
     if any(op not in ("sum", "avg") for _, op in layout.partial) or (layout.partial and any(is_plain)):
         return None
@@ -166,6 +168,20 @@ def _cat(call: OpCall, resolution: Resolution) -> Alternative | None:
     )
     operands = [Operand("tensors", [plan_to(tensors[i], layouts[i])], position=i) for i in used]
     return block_program(call, out.with_layout(target), operands, concatenate, exchange)
+
+
+def _pack(call: OpCall, out: Spec, d: int, used: list[int], layout: Layout) -> Alternative | None:
+    """Tensors that are split alike, as the parts of a packed dim: `[n:tp]` and `[n:tp]` are `[2 n:tp]`, and nothing moves.
+
+    It is the gradient of a split of a packed projection into its parts.
+    """
+    if any(op not in ("sum", "avg") for _, op in layout.partial):
+        return None
+    target = layout.with_dim(d, Factor(len(used)), *layout.dims[d])
+    operands = [Operand("tensors", position=i) for i in used]
+    return block_program(
+        call, out.with_layout(target), operands, lambda coord, *blocks: torch.cat(list(blocks), d)
+    )
 
 
 def _split_of(t: Tensor, d: int) -> SplitDim | None:

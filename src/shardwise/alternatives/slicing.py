@@ -13,7 +13,7 @@ from shardwise.alternatives.exchange import Operand, SplitDim, block_program, pl
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.comm import Coord
-from shardwise.layout import Layout, block_shape
+from shardwise.layout import Factor, Layout, Spec, block_shape
 from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import Range
 from shardwise.tensor.dtensor import DTensor
@@ -70,9 +70,79 @@ def _slice_of(call: OpCall, layout: Layout, full: Sequence[int], part: Sequence[
     return _Slice(split, start, step, part[d], split.ranges(full[d]))
 
 
+class _Packed(NamedTuple):
+    """A dim of which no axis splits the outermost factor: a number of parts, each of which is split alike.
+
+    Packed projections have such a dim: `[2 n:tp]` are two matrices of n rows. Ranges of whole parts are local.
+    """
+
+    dim: int
+    parts: int
+    inner: int
+    layout: Layout
+
+    def take(self, start: int, length: int) -> tuple[int, int, Layout] | None:
+        """The first part and the number of parts of a range, and the layout of the range; None if it cuts a part."""
+        if start % self.inner or length % self.inner or not length:
+            return None
+        count, rest = length // self.inner, self.layout.dims[self.dim][1:]
+        lead = [Factor(count)] if count > 1 else []
+        return start // self.inner, count, self.layout.with_dim(self.dim, *lead, *rest)
+
+    def size(self, block: Tensor) -> int:
+        """The size of one part in a rank's block."""
+        return block.shape[self.dim] // self.parts
+
+
+def _packed(layout: Layout, d: int) -> _Packed | None:
+    first, *rest = layout.dims[d]
+    if not rest or first.axes or first.size < 2 or not layout.shape[d]:
+        return None
+    return _Packed(d, first.size, layout.shape[d] // first.size, layout)
+
+
+def _packed_slice(call: OpCall, out: Spec, packed: _Packed | None) -> Alternative | None:
+    """A slice of whole parts of a packed dim."""
+    if packed is None or call.named["step"] != 1:
+        return None
+    d = packed.dim
+    start = range(packed.layout.shape[d])[call.named["start"] : call.named["end"]].start
+    taken = packed.take(start, out.shape[d])
+    if taken is None:
+        return None
+    first, count, layout = taken
+
+    def cut(coord: Coord, block: Tensor) -> Tensor:
+        return block.narrow(d, first * packed.size(block), count * packed.size(block)).clone()
+
+    return block_program(call, out.with_layout(layout), [Operand("self")], cut)
+
+
+def _packed_split(call: OpCall, resolution: Resolution, packed: _Packed | None) -> Alternative | None:
+    """A split into whole parts of a packed dim."""
+    if packed is None:
+        return None
+    d, outs, start, taken = packed.dim, resolution.outputs, 0, []
+    for out in outs:
+        taken.append(packed.take(start, out.shape[d]))
+        start += out.shape[d]
+    kept = [t for t in taken if t is not None]
+    if len(kept) < len(taken):
+        return None
+
+    def cut(coord: Coord, block: Tensor) -> list[Tensor]:
+        sizes = [count * packed.size(block) for _, count, _ in kept]
+        return [part.clone() for part in block.split(sizes, d)]
+
+    specs = [out.with_layout(layout) for out, (_, _, layout) in zip(outs, kept, strict=True)]
+    return block_program(call, specs, [Operand("self")], cut)
+
+
 def _slice(call: OpCall, resolution: Resolution) -> Alternative | None:
     x: DTensor = call.named["self"]
     layout, out = x._spec.layout, resolution.outputs[0]
+    if local := _packed_slice(call, out, _packed(layout, call.named["dim"] % x.dim())):
+        return local
     piece = _slice_of(call, layout, x.shape, out.shape)
     if piece is None:
         return None
@@ -147,7 +217,7 @@ def _split(call: OpCall, resolution: Resolution) -> Alternative | None:
     layout, d = x._spec.layout, call.named["dim"] % x.dim()
     split = split_dim(layout, d)
     if split is None:
-        return None
+        return _packed_split(call, resolution, _packed(layout, d))
     sizes = [out.shape[d] for out in resolution.outputs]
     owned = tuple((r,) for r in split.ranges(x.shape[d]))
     wanted = split.part_ranges(sizes)

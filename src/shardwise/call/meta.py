@@ -168,7 +168,11 @@ def _elementwise(func: Any) -> Callable[..., Tensor]:
 
     def kernel(a: Tensor, b: Any, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = func(a, b, *args, **kwargs)
-        return out.new_empty_strided(out.shape, torch.add(a, b).stride())
+        # integers that become floating point are copied first, which true_divide does, too
+        like = (
+            torch.true_divide if out.is_floating_point() and func is not aten.div.Tensor_mode else torch.add
+        )
+        return out.new_empty_strided(out.shape, like(a, b).stride())
 
     return kernel
 
@@ -241,6 +245,9 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
             aten.pow.Scalar,
         )
     },
+    aten.angle.default: lambda x: (_contiguous(aten.angle.default) if x.is_complex() else aten.angle.default)(
+        x
+    ),
     aten._fft_r2c.default: lambda x, dim, *args: (
         _contiguous(aten._fft_r2c.default) if len(dim) > 1 else aten._fft_r2c.default
     )(x, dim, *args),
