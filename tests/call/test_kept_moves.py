@@ -149,6 +149,18 @@ def test_a_write_to_a_block_is_seen_by_the_next_op(mesh, rank):
     torch.testing.assert_close(linear(x, split[0]).full_tensor().ranks[0], want)
 
 
+@pytest.mark.parametrize("is_grad", [True, False])
+def test_a_write_to_the_block_of_a_view_is_seen_by_the_next_op(mesh, is_grad):
+    x = sw.distribute_tensor(torch.ones(8, 8), mesh, [Shard(1)])
+    with torch.set_grad_enabled(is_grad):
+        rows, column = x[:2], x.view(64).view(8, 8)[:, :8]
+        for number, view in enumerate((rows, column)):
+            x.cumsum(1)
+            for block in view.to_local().ranks:
+                block[0].fill_(-number)
+            torch.testing.assert_close(x.cumsum(1).full_tensor().ranks[0], x.full_tensor().ranks[0].cumsum(1))
+
+
 def test_views_of_one_tensor_are_told_apart(mesh):
     full, split = weights(mesh, grad=False)
     dense = values(HIDDEN, HIDDEN)

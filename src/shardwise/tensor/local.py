@@ -20,6 +20,7 @@ from shardwise.comm import (
     first_rank,
     is_simulated,
     is_sparse,
+    map_ranks,
     members_of,
 )
 from shardwise.layout import (
@@ -40,7 +41,7 @@ from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import check_replicated
-from shardwise.torch_internals.subclass import is_parameter, mark_parameter
+from shardwise.torch_internals.subclass import is_parameter, mark_parameter, storage_id, view_base
 
 __all__ = ["check_device", "from_local", "to_local"]
 
@@ -224,9 +225,30 @@ def _layout(
     return layout
 
 
+def _share_versions(view: DTensor) -> None:
+    """Have the block of a view count versions with the block that it is a view of: its user may write to it.
+
+    Views of blocks are made beneath the code that has them share a counter.
+    """
+    base = view_base(view)
+    if not isinstance(base, DTensor) or view._source is not None or base._source is not None:
+        return
+    if base.dtype is not view.dtype or base.is_inference() or view._spec.stride is None:
+        return
+
+    def alias(block: Tensor, whole: Tensor) -> Tensor:
+        if storage_id(block) != storage_id(whole) or block.is_inference() or whole.is_inference():
+            return block
+        return whole.as_strided(block.shape, block.stride(), block.storage_offset()).detach()
+
+    with torch.no_grad():
+        view._local_tensor = map_ranks(alias, view._local_tensor, base._local_tensor)
+
+
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `DTensor.to_local`."""
     grads = None if grad_placements is None else _grads_layout(x._spec.layout, grad_placements, "to_local")
+    _share_versions(x)
     local = x._local_tensor
     result = local
     if torch.is_grad_enabled():
