@@ -48,7 +48,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "c1": ("torch.fft.ifft({x}, dim={d}).real", "{x}.mean({d})", "{x}.cumsum({d})", "torch.fft.fft({x}, dim={d})"),
     "f1": (
         "{x}.softmax({d})", "{x}.log_softmax({d})", "{x}.mean({d})", "{x}.mean({d}, keepdim=True)", "{x}.var({d}, correction=0)",
-        "{x}.std({d}, correction=0)", "{x}.logsumexp({d})", "{x}.norm(dim={d})", "F.normalize({x}, dim={d})", "{x}.median({d}).values",
+        "{x}.std({d}, correction=0)", "{x}.logsumexp({d})", "{x}.norm(dim={d})", "F.normalize({x}, dim={d})", "{x}.contiguous().median({d}).values",
         "F.layer_norm({x}, {x}.shape[-1:])", "F.layer_norm({x}, {x}.shape[-1:], {w}, {b})", "F.rms_norm({x}, {x}.shape[-1:], {w})",
         "{x}.cumprod({d})", "{x}.renorm(2, {d}, 1.0)", "{x}.quantile(0.3, dim={d})", "F.glu(torch.cat([{x}, {x}], {d}), {d})",
         "{x}.logcumsumexp({d})", "{x}.diff(dim={d})", "torch.trapezoid({x}, dim={d})", "torch.fft.rfft({x}, dim={d}).abs()",
@@ -95,7 +95,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         "F.batch_norm({x}, None, None, training=True)", "F.avg_pool1d({x}, 2)", "F.max_pool1d({x}, 2)", "F.instance_norm({x}[None])",
         "F.group_norm({x}, 1)", "{x}.cov()", "{x}.mT.cumsum({d})", "F.embedding({cls} % {x}.shape[0], {x})", "F.interpolate({x}[None], scale_factor=2)",
         "F.embedding_bag({cls}[None] % {x}.shape[0], {x}, mode='sum')", "{x}.var(({d}, {e}))",
-        "F.gaussian_nll_loss({x}, {s}, {s}.abs() + 1)", "F.cross_entropy({x}, {cls}, label_smoothing=0.1)", "F.multi_margin_loss({x}, {cls})",
+        "F.gaussian_nll_loss({x}, {s}, {s}.abs() + 1)", "F.cross_entropy({x}, {cls}, label_smoothing=0.1)",
     ),
     "f3": (
         "{x} @ {x}.mT", "torch.bmm({x}, {x}.mT)", "F.conv1d({x}, {conv})", "F.conv1d({x}, {conv}, padding=1)", "F.conv1d({x}, {conv}, stride=2, padding=1)",
@@ -365,7 +365,7 @@ _MORE = {
         "torch.cumulative_trapezoid({x}, dim={d})", "F.threshold({x}, 0.1, 0.2)", "F.celu({x})", "torch.std_mean({x}, {d})[1]", "{x}.lerp({s}, {s})",
         "torch.unravel_index({x}.argmax(), {x}.shape)[0]", "torch.dot({x}.flatten(), {s}.flatten())", "torch.fft.irfft(torch.fft.rfft({x}, dim={d}), n={x}.shape[{d}], dim={d})",
         "torch.special.logit({x}.sigmoid())", "torch.gradient({x}, dim={d})[0]", "torch.meshgrid({x}.flatten()[:2], {s}.flatten()[:3], indexing='ij')[1]",
-        "torch.cartesian_prod({x}.flatten()[:2], {s}.flatten()[:3])", "torch.block_diag({x}.flatten()[:2], {s}.flatten()[:3])", "{x}.aminmax(dim={d})[1]", "torch.nanmedian({x}, {d}).values",
+        "torch.cartesian_prod({x}.flatten()[:2], {s}.flatten()[:3])", "torch.block_diag({x}.flatten()[:2], {s}.flatten()[:3])", "{x}.aminmax(dim={d})[1]", "torch.nanmedian({x}.contiguous(), {d}).values",
     ),
     "f2": (
         "torch.einsum('ij,kj,lj->ikl', {x}[..., :3], {x}[..., :3], {x}[..., :3])", "torch.linalg.multi_dot([{x}, {x}.mT, {x}])", "torch.chain_matmul({x}, {x}.mT)", "F.bilinear({x}, {x}, {x}[None, :, :1].expand(2, -1, -1).mT @ {x}[None, :, :][:, :1])",

@@ -54,6 +54,8 @@ def _unfold_backward(call: OpCall, resolution: Resolution) -> Alternative | None
     layout = grad._spec.layout
     if grad.dim() < 2 or any(f.axes for f in layout.dims[-1]):
         return None
+    if any(op not in ("sum", "avg") for _, op in layout.partial):
+        return None  # windows overlap: their sum is not linear in a pending max
     out, d = resolution.outputs[0], call.named["dim"] % (grad.dim() - 1)
     halo = _halo(call, layout, d, out.shape[d], grad.shape[d])
     if halo is None:
