@@ -68,7 +68,7 @@ COMMUNICATES = {
     "convolution with halos": lambda m: torch.conv2d(
         put(m, torch.randn(1, 2, 64, 4), sw.Shard(2)), put(m, torch.randn(2, 2, 3, 3), R), padding=1
     ),
-    "cat": lambda m: torch.cat([put(m, torch.randn(8, 4)), put(m, torch.randn(8, 4))]),
+    "cat": lambda m: torch.cat([put(m, torch.randn(8, 4)), put(m, torch.randn(6, 4))]),
     "a write to a view that had to move": write_to_moved_view,
     "a read of a view whose base was written to": stale_view,
     "the gradient of prod": prod_gradient,

@@ -17,7 +17,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     {'a': [2, (3, 4)]}
     """
     if isinstance(tree, list | tuple):
-        return type(tree)([map_leaves(fn, v) for v in tree])
+        items = [map_leaves(fn, v) for v in tree]
+        # decompositions return named tuples, which take their fields one by one
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
         return {k: map_leaves(fn, v) for k, v in tree.items()}
     return fn(tree)
