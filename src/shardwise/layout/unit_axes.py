@@ -20,7 +20,7 @@ def unit_placements(layout: Layout, placements: Sequence[Placement]) -> UnitPlac
     >>> from shardwise.layout import Axes, Partial
     >>> placements = (Shard(1), Shard(-1), Partial())
     >>> unit_placements(Layout.of((4, 6), Axes((2, 1, 1)), placements), placements)
-    ((1, Shard(dim=1)), (2, Partial('sum')))
+    ((1, Shard(dim=1)), (2, Partial(sum)))
     """
     sizes = layout.axes.sizes
     if 1 not in sizes:

@@ -52,7 +52,7 @@ def units_of_view(units: UnitPlacements, before: Sequence[int], after: Sequence[
     """The placements of a view on axes of size 1: a dim stays split if a dim of the result begins where it does.
 
     >>> units_of_view(((0, Shard(1)), (1, Partial())), (2, 3, 4), (2, 12)), units_of_view(((0, Shard(1)),), (2, 3), (6,))
-    (((0, Shard(dim=1)), (1, Partial('sum'))), ())
+    (((0, Shard(dim=1)), (1, Partial(sum))), ())
     """
     starts = {math.prod(after[:d]): d for d in range(len(after))}
     out: list[tuple[int, Placement]] = []
