@@ -29,10 +29,9 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     """Run an op on DTensors: find the route of calls like this one, or choose one, and take it."""
     entries = (active.get() or inherited()).routes
     try:
-        entry = entries[id(func)]
+        entry, form, is_view, runs = entries[id(func)]
     except KeyError:
-        entry = entries.setdefault(id(func), new_entry(func))
-    _, _, form, is_view, runs, _ = entry
+        entry, form, is_view, runs = _entry_of(entries, func)
     if (
         is_view
         and args[0].is_inference() is not _in_inference()
@@ -43,7 +42,10 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way
     key: Any
     if kwargs:
-        key = call_key(entry, args, kwargs)
+        if form is ONE_TENSOR and len(args) == 1 and type(args[0]) is DTensor:
+            key = (args[0]._spec, *kwargs, *kwargs.values())
+        else:
+            key = call_key(entry, args, kwargs)
     else:
         kwargs = _NO_KWARGS
         if form is ONE_TENSOR and type(args[0]) is DTensor:
@@ -75,6 +77,15 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     return result
 
 
+def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, bool, dict[Any, Run]]:
+    """The entry of an op and what the hot path reads of it, as a plain tuple: a named one is unpacked by iteration."""
+    known = entries.get(id(func))
+    if known is None:
+        entry = new_entry(func)
+        known = entries.setdefault(id(func), (entry, entry.form, entry.is_view, entry.runs))
+    return known  # type: ignore[no-any-return]
+
+
 def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:
     with cacheable() as is_final:
         route, run = decide(OpCall(entry.func, args, kwargs), find_route)
@@ -91,7 +102,7 @@ def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def find_route(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
     """The route of a call, from the same cache as `dispatch`; for a dry run, whose tensors have a spec only."""
     entries = current_settings().routes
-    entry = entries.get(id(func)) or entries.setdefault(id(func), new_entry(func))
+    entry = _entry_of(entries, func)[0]
     key = call_key(entry, args, kwargs)
     try:
         known = entry.routes.get(key)
