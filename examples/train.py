@@ -52,7 +52,7 @@ class Run:
     sample: str = ""
 
 
-def train(steps: int, shape: tuple[int, ...], title: str, characters: int = 120) -> Run:
+def train(steps: int, shape: tuple[int, ...], title: str, characters: int = 80) -> Run:
     """Train on a mesh of this shape, or on one device if the shape is empty."""
     mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) if shape else None
     with nullcontext() if mesh else sw.one_device():
@@ -110,7 +110,7 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def main() -> None:
     """Train on 4 processes, then on one, and print the comparison."""
     parser = argparse.ArgumentParser(description="Train a language model on 4 processes and on one.")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     out, is_first = console(), int(os.environ.get("RANK", 0)) == 0
     if is_first:
