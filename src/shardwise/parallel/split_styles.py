@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,11 +52,11 @@ class _SplitStyle(ParallelStyle):
         module.register_forward_hook(lambda m, args, out: self._outputs(m, out, device_mesh))
         return module
 
-    def _inputs(self, module: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def _inputs(self, module: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]: ...
 
-    def _outputs(self, module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _outputs(self, module: nn.Module, out: Any, mesh: DeviceMesh) -> Any: ...
 
     def _local(self, out: DTensor, wanted: Placement) -> Tensor:
         if out.placements != (wanted,):
