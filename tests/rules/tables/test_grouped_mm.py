@@ -91,6 +91,14 @@ def grouped_calls(draw):
     return a, b, ends
 
 
+def known_gradients(a, b, ends):
+    """The part of each gradient that torch defines: beyond the last group it leaves memory as it was."""
+    if ends is None:
+        return slice(None), slice(None)
+    rows, columns = slice(ends[-1]), (slice(None), slice(ends[-1]))
+    return {(2, 3): (rows, slice(None)), (3, 2): (slice(None), columns), (2, 2): (columns, rows)}[a.dim(), b.dim()]
+
+
 @given(st.data())
 def test_results_and_gradients_equal_dense_in_any_layout(data):
     a, b, ends = data.draw(grouped_calls())
@@ -120,9 +128,8 @@ def test_results_and_gradients_equal_dense_in_any_layout(data):
             torch.testing.assert_close(
                 got.full_tensor().of_rank(rank)[known].double(), want.detach()[known], rtol=1e-4, atol=1e-4
             )
-            for g, w, t in zip(grads, expected, (a, b), strict=True):
+            for g, w, at in zip(grads, expected, known_gradients(a, b, ends), strict=True):
                 g = g.full_tensor().of_rank(rank)
-                at = known if ends is not None and t.dim() == 2 and a.dim() != b.dim() else slice(None)
                 torch.testing.assert_close(g[at], w[at], rtol=1e-4, atol=1e-4)
 
 
