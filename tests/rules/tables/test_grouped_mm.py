@@ -96,7 +96,9 @@ def known_gradients(a, b, ends):
     if ends is None:
         return slice(None), slice(None)
     rows, columns = slice(ends[-1]), (slice(None), slice(ends[-1]))
-    return {(2, 3): (rows, slice(None)), (3, 2): (slice(None), columns), (2, 2): (columns, rows)}[a.dim(), b.dim()]
+    return {(2, 3): (rows, slice(None)), (3, 2): (slice(None), columns), (2, 2): (columns, rows)}[
+        a.dim(), b.dim()
+    ]
 
 
 @given(st.data())
