@@ -11,7 +11,7 @@ TESTS ?=
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-torch lint format bench sweep models rules docs clean
+.PHONY: help demo test test-deep test-torch lint format bench sweep models refusals rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ sweep: $(DEV)  ## every op of torch's op_db, all samples and dtypes, against den
 
 models: $(DEV)  ## every model of transformers that carries a plan, tiny, against dense (MODELS="--only qwen3 --steps 5")
 	$(BIN)/python -m benchmarks.models $(MODELS)
+
+refusals: $(DEV)  ## programs that torch refuses or gets wrong, with torch's and with ours (REFUSALS="7 8 15")
+	$(BIN)/python -m benchmarks.refusals $(REFUSALS)
 
 rules: $(DEV)  ## write the printed tables of rules and routes anew
 	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt
