@@ -16,6 +16,7 @@ from shardwise.torch_internals.mesh import (
     restored_mesh_stack,
     root_mesh,
     sibling_ranks,
+    split_axis,
     watch_new_meshes,
 )
 from shardwise.torch_internals.process_groups import fake_world
@@ -102,3 +103,15 @@ def test_a_replacement_of_init_by_others_is_kept(monkeypatch):
     with fake_world(2):
         init_device_mesh("cpu", (2,))
     assert seen == []
+
+
+def test_an_axis_is_divided():
+    with fake_world(8):
+        root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        both = split_axis(root, 0, (2, 2), ("outer", "inner"))
+        assert both.mesh_dim_names == ("outer", "inner", "tp")
+        assert both.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert sibling_ranks(split_axis(root["dp"], 0, (2, 2), ("outer", "inner"))) == [
+            [0, 2, 4, 6],
+            [1, 3, 5, 7],
+        ]

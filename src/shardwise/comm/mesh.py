@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Axes, LayoutError
-from shardwise.torch_internals.mesh import innermost_mesh, sibling_ranks
+from shardwise.torch_internals.mesh import axis_group_names, innermost_mesh, sibling_ranks
 from shardwise.torch_internals.process_groups import create_group
 
 __all__ = [
@@ -194,7 +194,7 @@ def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
         start = on.number([0 if a in axes else i for a, i in enumerate(me)])
         ranks = tuple(mine[start + i] for i in _offsets(on, axes))
         # the mesh's own groups are in the order of the ranks, which need not be that of the coords
-        group = mesh.get_group(axes[0]) if len(axes) == 1 else None
+        group = mesh.get_group(axes[0]) if len(axes) == 1 and axis_group_names(mesh) else None
         if group is None or tuple(dist.get_process_group_ranks(group)) != ranks:
             group = _group_in_order(ranks)
         return Group(group.group_name, ranks, me, axes, on.sizes)

@@ -14,6 +14,7 @@ __all__ = [
     "restored_mesh_stack",
     "root_mesh",
     "sibling_ranks",
+    "split_axis",
     "watch_new_meshes",
 ]
 
@@ -47,6 +48,22 @@ def sibling_ranks(mesh: DeviceMesh) -> list[list[int]]:
     inside = layout.all_ranks_from_zero()
     starts = layout.complement(len(ranks)).all_ranks_from_zero()
     return [[ranks[start + i] for i in inside] for start in starts]
+
+
+def split_axis(mesh: DeviceMesh, axis: int, sizes: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    """The same ranks on a mesh that has two axes instead of one. It has no process groups; nothing is communicated."""
+    flat, root = mesh._layout, mesh._get_root_mesh()
+    parts = flat[axis].composition(type(flat).from_sizes_strides(sizes))
+    every = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
+    every[axis : axis + 1] = names
+    return DeviceMesh(
+        mesh.device_type,
+        _layout=flat.splice(axis, axis + 1, parts),
+        _rank_map=root._rank_map,
+        mesh_dim_names=tuple(every),
+        _root_mesh=root,
+        _init_backend=False,
+    )
 
 
 def axis_group_names(mesh: DeviceMesh) -> tuple[str, ...]:

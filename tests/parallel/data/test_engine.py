@@ -55,6 +55,9 @@ STRATEGIES = {
     "lists": shard_lists,
     "kept": lambda model, mesh: shard_each(model, mesh, reshard_after_forward=False),
     "freed": lambda model, mesh: shard_each(model, mesh, reshard_after_forward=True),
+    "within": lambda model, mesh: shard_each(
+        model, mesh, reshard_after_forward=3 if mesh.size(-1) == 3 else 2
+    ),
     "last dim": lambda model, mesh: shard_each(model, mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1)),
     "offload": lambda model, mesh: shard_each(model, mesh, offload_policy=CPUOffloadPolicy()),
     "replicate": lambda model, mesh: replicate(model, mesh=mesh, bucket_cap_mb=0.0003),
@@ -201,6 +204,7 @@ def train_on_processes(name, strategy, shape, how):
         ("recurrent", "zero 2", (4,), "sync"),
         ("tensor parallel", "each", (2, 2), "sync"),
         ("mlp", "replicate", (4,), "no sync"),
+        ("mlp", "within", (4,), "sync"),
     ],
 )
 def test_training_on_real_processes(workers, name, strategy, shape, how):
@@ -337,9 +341,7 @@ def test_modules_have_stored_parameters_outside_of_calls():
 
 
 def groups(model):
-    return [
-        s.group for m in model.modules() if (s := fully_shard.state(m)) is not None and s.group is not None
-    ]
+    return [g for m in model.modules() if (s := fully_shard.state(m)) is not None for g in s.groups]
 
 
 def test_unshard_and_reshard():

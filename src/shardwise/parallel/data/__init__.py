@@ -2,12 +2,18 @@
 
 from shardwise.parallel.data.api import fully_shard, replicate, share_comm_ctx
 from shardwise.parallel.data.explain import Explanation, explain
-from shardwise.parallel.data.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.parallel.data.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+)
 from shardwise.parallel.data.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
 )
 from shardwise.parallel.data.zero import zero
 
@@ -16,8 +22,10 @@ __all__ = [
     "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "explain",
     "fully_shard",

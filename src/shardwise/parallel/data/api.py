@@ -9,24 +9,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.group import Group
-from shardwise.parallel.data.layouts import DataAxes
-from shardwise.parallel.data.module import (
-    FSDPModule,
-    State,
-    make_data_parallel,
-    state_of,
-    watch_recomputation,
-)
+from shardwise.parallel.data.module import FSDPModule, make_data_parallel, watch_recomputation
 from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.data.shard import (
-    Dim,
+    Choice,
     check_modules,
     data_axes,
     default_mesh,
     make_slots,
     modules_to_call,
-    shard_dim,
+    shard_choice,
+    slots_by_mesh,
 )
+from shardwise.parallel.data.state import State, state_of
 
 __all__ = ["apply_layouts", "fully_shard", "replicate", "share_comm_ctx"]
 
@@ -60,8 +55,10 @@ def fully_shard(
         mesh: one axis, over which parameters are split; or two, of which the first replicates them (HSDP). By default all
             ranks.
         reshard_after_forward: whether to free the gathered parameters after the forward pass. By default, all but the
-            outermost module do. A number frees them, too.
-        shard_placement_fn: returns `Shard(dim)` for a parameter; by default, dim 0 is split.
+            outermost module do. A number is the size of the groups of ranks within which parameters stay gathered: each rank
+            keeps a part, and the backward pass gathers within its group.
+        shard_placement_fn: returns `Shard(dim)` for a parameter; by default, dim 0 is split. It may return a
+            `ShardPlacementResult` for a parameter whose data axes are those of another mesh, such as that of experts.
         mp_policy: the dtypes of compute and reduction.
         offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
         ignored_params: parameters to leave as they are.
@@ -90,16 +87,14 @@ def fully_shard(
     modules = list(module) if isinstance(module, list | tuple) else [module]
     check_modules(modules, "fully_shard")
     on = data_axes(mesh or default_mesh(modules), dp_mesh_dims, "fully_shard", shard=True)
-    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
     apply_layouts(
         modules,
-        on,
-        shard_dim(shard_placement_fn),
+        shard_choice(shard_placement_fn, on),
         mp_policy,
         offload_policy,
         ignored_params,
         whole_mesh=dp_mesh_dims is not None,
-        reshard=reshard,
+        reshard=reshard_after_forward,
     )
     return module
 
@@ -109,27 +104,27 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 def apply_layouts(
     modules: Sequence[nn.Module],
-    on: DataAxes,
-    dim_of: Dim,
+    choose: Choice,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: Iterable[nn.Parameter] | None,
     *,
     whole_mesh: bool,
-    reshard: bool | None,
+    reshard: bool | int | None,
     bucket_bytes: int | None = None,
     prefix: str = "FSDP",
 ) -> State:
-    """Make modules data-parallel whose parameters form one group, and return what they share."""
-    slots = make_slots(modules, set(ignored or ()), on, dim_of, whole_mesh, offload)
+    """Make modules data-parallel whose parameters form one group for each mesh, and return what they share."""
+    slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy)
     name = type(modules[0]).__name__
-    group = Group(name, slots, policy, bucket_bytes) if slots else None
-    state = State(name, group, policy, reshard)
+    groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]
+    state = State(name, groups, policy, None)
+    state.set_reshard(reshard, "fully_shard")
     called = [m for module in modules for m in modules_to_call(module)]
     state.modules = max(1, len(called))
     for module in {id(m): m for m in (*modules, *called)}.values():
         make_data_parallel(module, state, prefix)
-    if group is not None:
+    for group in groups:
         watch_recomputation(modules, group)
     return state
 
@@ -186,8 +181,7 @@ def replicate(
     cap = ddp_kwargs.get("bucket_cap_mb") or _BUCKET_MB
     state = apply_layouts(
         [module],
-        on,
-        lambda param: None,
+        lambda param: (on, None),
         mp_policy,
         offload_policy,
         ignored,
@@ -196,8 +190,8 @@ def replicate(
         bucket_bytes=int(cap * 2**20),
         prefix="Replicate",
     )
-    if state.group is not None and ddp_kwargs.get("find_unused_parameters"):
-        state.group.reduce_unused = True
+    for group in state.groups:
+        group.reduce_unused = bool(ddp_kwargs.get("find_unused_parameters"))
     return module
 
 

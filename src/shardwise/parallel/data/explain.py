@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.parallel.data.group import Group
-from shardwise.parallel.data.module import State, state_of
+from shardwise.parallel.data.state import State, state_of
 from shardwise.plan import GroupedPlan
 
 __all__ = ["Explanation", "GroupTraffic", "explain"]
@@ -23,7 +23,7 @@ class GroupTraffic:
         parameters: the number of parameters.
         layouts: stored, computed and gradient layouts, each with the number of parameters that have them.
         gather: the plan of a gather.
-        gathers: how often it runs in a step.
+        again: the plan of the gather for the backward pass; None if there is none.
         reduce: the plans that reduce gradients, one for each bucket.
         ranks: the number of ranks of the mesh.
     """
@@ -32,19 +32,24 @@ class GroupTraffic:
     parameters: int
     layouts: tuple[tuple[str, int], ...]
     gather: GroupedPlan
-    gathers: int
+    again: GroupedPlan | None
     reduce: tuple[GroupedPlan, ...]
     ranks: int
 
     @property
     def bytes(self) -> int:
         """The bytes that all ranks of the mesh send in a step."""
-        return self.gathers * self.gather.bytes + sum(plan.bytes for plan in self.reduce)
+        return sum(plan.bytes for plan in (*self.gathers, *self.reduce))
 
     @property
     def collectives(self) -> int:
         """The number of collectives in a step."""
-        return self.gathers * self.gather.collectives + sum(plan.collectives for plan in self.reduce)
+        return sum(plan.collectives for plan in (*self.gathers, *self.reduce))
+
+    @property
+    def gathers(self) -> tuple[GroupedPlan, ...]:
+        """The plans of all gathers in a step."""
+        return (self.gather,) if self.again is None else (self.gather, self.again)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Explanation:
         for g in self.groups:
             per_rank = g.bytes / g.ranks
             lines.append(f"{g.name}: {g.parameters} parameters, {per_rank:,.0f} B per rank and step")
-            lines.append(f"  {g.gathers} × gather   {g.gather.bytes / g.ranks:,.0f} B")
+            for plan, count in Counter(g.gathers).items():
+                lines.append(f"  {count} × gather   {plan.bytes / g.ranks:,.0f} B")
             reduced = sum(plan.bytes for plan in g.reduce) / g.ranks
             lines.append(f"  {len(g.reduce)} × reduce   {reduced:,.0f} B")
             lines += [
@@ -106,7 +112,7 @@ def explain(module: nn.Module) -> Explanation:
     total: 120 B per rank and step, 2 collectives
     """
     states = {id(s): s for m in module.modules() if (s := state_of(m)) is not None}
-    found = [s for s in states.values() if s.group is not None]
+    found = [(s, group) for s in states.values() for group in s.groups]
     if not found:
         raise ValueError(
             f"explain got a {type(module).__name__} without data-parallel modules.\n"
@@ -114,7 +120,7 @@ def explain(module: nn.Module) -> Explanation:
             "  fix: fully_shard(module, mesh=mesh) first"
         )
     root = state_of(module)
-    return Explanation(tuple(_traffic(s, s.group, root) for s in found if s.group is not None))
+    return Explanation(tuple(_traffic(s, group, root) for s, group in found))
 
 
 def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
@@ -131,7 +137,7 @@ def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
         len(group.slots),
         tuple(texts.items()),
         group.gather_plan(),
-        1 + again,
+        group.gather_again_plan() if again else None,
         tuple(group.reduction_plans()),
         group.mesh.size(),
     )

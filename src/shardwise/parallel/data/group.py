@@ -21,6 +21,7 @@ from shardwise.parallel.data.passes import Backward, Order, Pass, current_backwa
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.reduction import Reduction, reduction_plan
 from shardwise.parallel.data.slot import Slot
+from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks
@@ -46,6 +47,8 @@ class Group:
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
         reduce_unused: whether parameters without a gradient on this rank count as having a gradient of zero.
         ahead: the groups to gather ahead in forward and backward, instead of the observed next one.
+        smaller: how parameters stay gathered within smaller groups between forward and backward; None if they do not.
+        most_reductions: the number of groups whose gradients may be reduced at the same time.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Group:
         self.sync = self.reshard_after_backward = True
         self.reduce_unused = False
         self.ahead: dict[str, list[Group]] = {}
+        self.smaller: SmallerGroup | None = None
+        self.most_reductions = _MOST_REDUCTIONS
         self._reset()
         self.reduction = Reduction(policy.reduce_dtype)
         _groups[next(_numbers)] = self
@@ -92,6 +97,16 @@ class Group:
     def gather_plan(self) -> GroupedPlan:
         """The plan that gathers the parameters."""
         return gather_plan(self.slots, self.policy.param_dtype)
+
+    def gather_again_plan(self) -> GroupedPlan:
+        """The plan that gathers them for the backward pass."""
+        if self.smaller is None:
+            return self.gather_plan()
+        return self.smaller.gather_plan([compute_dtype(s, self.policy.param_dtype) for s in self.slots])
+
+    def use_smaller_groups(self, size: int, what: str) -> None:
+        """Let parameters stay gathered within groups of `size` ranks between forward and backward."""
+        self.smaller = smaller_group(self.slots, self.mesh, size, what)
 
     def start_gathering(self) -> None:
         """Begin to gather, unless it has begun."""
@@ -192,7 +207,11 @@ class Group:
         self._depth -= 1
         self._restore()
         if self._depth == 0 and free and not in_backward():
-            self.free()
+            if self.smaller is not None and torch.is_grad_enabled() and not self.is_pinned:
+                self._tensors = None
+                self.gathered.shrink(self.smaller)
+            else:
+                self.free()
 
     def pin(self) -> None:
         """Let the modules have the gathered tensors until `unpin`."""
@@ -285,7 +304,7 @@ class Group:
         """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
         if not given and not any(i in slots for i in self.reduction.keeps):
             return {}
-        while len(_reductions) >= _MOST_REDUCTIONS:
+        while len(_reductions) >= self.most_reductions:
             _reductions.pop(0).wait()
         found, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
         if pending is not None and not pending.is_complete:
@@ -305,6 +324,7 @@ class Group:
         self._needed_in = None
         if self._recomputes:
             self._restore()
+        self.gathered.drop_kept()
         if self.reshard_after_backward and not self.is_pinned:
             self._tensors = None
             self.gathered.drop_all()
@@ -339,6 +359,8 @@ def _reduce_accumulated() -> None:
     """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
     for group in _every_group():
         group.reduce_accumulated()
+    while _reductions:  # they would keep gradients alive
+        _reductions.pop(0).wait()
 
 
 def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:

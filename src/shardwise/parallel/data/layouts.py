@@ -14,7 +14,7 @@ from shardwise.layout import Factor, Layout, LayoutError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["DataAxes", "ParameterLayout", "common_mesh", "lifted", "parameter_layout"]
+__all__ = ["DataAxes", "ParameterLayout", "common_mesh", "have_common_mesh", "lifted", "parameter_layout"]
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,23 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     root = root_mesh(first)
     names = {n for mesh in meshes for n in axes_of(mesh).names}
     for mesh in meshes:
-        if root_mesh(mesh) is not root or not names <= set(axes_of(root).names):
+        if not have_common_mesh([first, mesh]):
             raise LayoutError(
                 f"A parameter is on the mesh ({axes_of(mesh)}), and the data are on ({axes_of(first)}).",
                 why="Both must be slices of one mesh, which says how their axes lie to each other.",
                 fix='mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp")); use mesh["dp"] and mesh["tp"].',
             )
     return _slice(root, tuple(n for n in axes_of(root).names if n in names))
+
+
+def have_common_mesh(meshes: Sequence[DeviceMesh]) -> bool:
+    """Whether there is a mesh with the axes of all these meshes: they are equal, or slices of one mesh."""
+    first = meshes[0]
+    root = root_mesh(first)
+    axes = set(axes_of(root).names)
+    return all(mesh is first or mesh == first for mesh in meshes) or all(
+        root_mesh(mesh) is root and axes.issuperset(axes_of(mesh).names) for mesh in meshes
+    )
 
 
 def lifted(layout: Layout, mesh: DeviceMesh, to: DeviceMesh) -> Layout:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.saved import Owner, forget_blocks, register_blocks
 from shardwise.parallel.data.slot import Slot
+from shardwise.parallel.data.smaller_group import SmallerGroup
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.redistribute_many import PendingBlocks, start_moving_blocks
 
@@ -19,6 +20,8 @@ __all__ = ["GatheredBlocks", "compute_dtype", "gather_plan"]
 
 def compute_dtype(slot: Slot, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that a parameter is computed with."""
+    if slot.compute_dtype is not None:
+        return slot.compute_dtype
     own: torch.dtype = slot.param.dtype
     return param_dtype if param_dtype is not None and own.is_floating_point else own
 
@@ -42,6 +45,7 @@ class GatheredBlocks:
     def __init__(self) -> None:
         self._coming: tuple[tuple[object, ...], PendingBlocks] | None = None
         self._here: _Gathered | None = None
+        self._kept: tuple[tuple[object, ...], SmallerGroup, list[Tensor]] | None = None
         self._last: tuple[
             object, ...
         ] = ()  # the last stamp: one object as long as the parameters stay as they are
@@ -77,6 +81,8 @@ class GatheredBlocks:
             self.free()
         if self._coming is not None and self._coming[0] is not stamp:
             self._drop_coming()
+        if self._kept is not None and self._kept[0] is not stamp:
+            self._kept = None
         if self._here is None and self._coming is None:
             device = mesh.device_type
             blocks = []
@@ -85,8 +91,12 @@ class GatheredBlocks:
                 dtype = compute_dtype(slot, param_dtype)
                 same = block.dtype is dtype and block.device.type in (device, "meta")
                 blocks.append(block if same else block.to(device=device, dtype=dtype))
-            plan = gather_plan(slots, param_dtype)
-            self._coming = (stamp, start_moving_blocks(plan, blocks, mesh))
+            if self._kept is not None:
+                _, smaller, kept = self._kept
+                pending = smaller.start_gathering(kept, blocks)
+            else:
+                pending = start_moving_blocks(gather_plan(slots, param_dtype), blocks, mesh)
+            self._coming = (stamp, pending)
 
     def wait(
         self, owner: Owner, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None
@@ -105,9 +115,20 @@ class GatheredBlocks:
             forget_blocks(self._here.keys)
             self._here = None
 
+    def shrink(self, smaller: SmallerGroup) -> None:
+        """Drop the blocks, except for the parts that are kept until they are gathered again."""
+        if self._here is not None:
+            self._kept = (self._here.stamp, smaller, smaller.keep(self._here.blocks))
+            self.free()
+
+    def drop_kept(self) -> None:
+        """Drop the parts that were kept."""
+        self._kept = None
+
     def drop_all(self) -> None:
-        """Drop the blocks, also those on their way."""
+        """Drop the blocks, also those on their way, and what was kept of them."""
         self.free()
+        self.drop_kept()
         self._drop_coming()
 
     def _drop_coming(self) -> None:

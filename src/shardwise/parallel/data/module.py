@@ -3,136 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from shardwise.comm import axes_of
-from shardwise.parallel.data.group import Group, forget_interrupted_passes
-from shardwise.parallel.data.passes import Order, backward_was_interrupted, current_pass, new_pass
-from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.saved import packing
-from shardwise.tensor.dtensor import DTensor
+from shardwise.parallel.data.group import Group
+from shardwise.parallel.data.state import STATE, State, groups_in, modules_in, required_state, state_of
 from shardwise.torch_internals.autograd import in_backward
-from shardwise.torch_internals.pytree import flatten
 
 __all__ = [
     "FSDPModule",
-    "State",
+    "GradientReductionHandle",
     "UnshardHandle",
     "make_data_parallel",
     "register_fsdp_forward_method",
-    "state_of",
     "watch_recomputation",
 ]
-
-
-class State:
-    """What a data-parallel module knows: its group, and the modules that share it.
-
-    Attributes:
-        group: the group of its parameters; None if all of them are in groups of submodules.
-        policy: the dtypes of its computation.
-        reshard: whether to free gathered blocks after the forward pass; None for all but the outermost module.
-        modules: how many modules share the group.
-    """
-
-    def __init__(
-        self, name: str, group: Group | None, policy: MixedPrecisionPolicy, reshard: bool | None
-    ) -> None:
-        self.name, self.group, self.policy, self.reshard = name, group, policy, reshard
-        self.modules = 1
-        self._left = 0
-        self.forward_order: Order[Group] = Order()
-        self.backward_order: Order[Group] = Order()
-
-    @contextmanager
-    def _pass(self, args: Any) -> Iterator[None]:
-        """A new pass if this is the outermost call."""
-        if current_pass() is not None:
-            yield
-            return
-        backward = in_backward()
-        if backward_was_interrupted():
-            forget_interrupted_passes()
-        with ExitStack() as stack:
-            stack.enter_context(new_pass(self, self._is_on_whole_mesh(args)))
-            if (
-                not backward
-            ):  # otherwise activation checkpointing runs the forward pass again, with hooks of its own
-                self.forward_order.start()
-                stack.callback(self.forward_order.drop_unused)
-                if torch.is_grad_enabled():
-                    stack.enter_context(packing())
-            yield
-
-    def _is_on_whole_mesh(self, args: Any) -> bool:
-        """Whether the arguments are DTensors on a mesh that has the data axes, rather than each rank's own data."""
-        group = self.group
-        if group is None:
-            return False
-        data = {n for slot in group.slots for n in axes_of(slot.layout.mesh).names_of(slot.layout.data)}
-        leaves, _ = flatten(args)
-        return any(isinstance(t, DTensor) and data & set(axes_of(t.device_mesh).names) for t in leaves)
-
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the module with gathered parameters."""
-        group = self.group
-        with self._pass((args, kwargs)):
-            if group is not None:
-                group.enter()
-            try:
-                if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-                    args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
-                out = fn(*args, **kwargs)
-            except BaseException:
-                if group is not None:
-                    group.leave(free=True)
-                raise
-            if group is not None:
-                group.leave(free=self._frees())
-        return out if self.policy.output_dtype is None else _cast(out, self.policy.output_dtype)
-
-    def _frees(self) -> bool:
-        """Whether to free gathered blocks after this call: after those of all modules that share the group."""
-        self._left = (self._left + 1) % self.modules
-        now = current_pass()
-        is_root = now is not None and now.root is self
-        reshard = not is_root if self.reshard is None else self.reshard
-        return reshard and self._left == 0
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    leaves, rebuild = flatten(tree)
-    return rebuild([_cast_tensor(x, dtype) if isinstance(x, Tensor) else x for x in leaves])
-
-
-def _cast_tensor(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype is not dtype else x
-
-
-_STATE = "_shardwise_data_parallel"
-
-
-def state_of(module: nn.Module) -> State | None:
-    """The state of a data-parallel module; None for other modules."""
-    return vars(module).get(_STATE)
 
 
 class UnshardHandle:
     """The handle of `unshard(async_op=True)`."""
 
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
 
     def wait(self) -> None:
         """Let the module have the gathered parameters."""
-        if self._group is not None:
-            self._group.pin()
-            self._group = None
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            group.pin()
+
+
+class GradientReductionHandle:
+    """The handle of `finalize_backward(async_op=True)`."""
+
+    def wait(self) -> None:
+        """Return: the gradients were complete when the handle was made."""
 
 
 class FSDPModule:
@@ -142,7 +49,7 @@ class FSDPModule:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = _state(self)
+        state = required_state(self)
         return state.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -153,10 +60,10 @@ class FSDPModule:
 
         It sends the group's all-gather.
         """
-        group = _state(self).group
-        if group is not None:
+        groups = required_state(self).groups
+        for group in groups:
             group.start_gathering()
-        handle = UnshardHandle(group)
+        handle = UnshardHandle(groups)
         if async_op:
             return handle
         handle.wait()
@@ -164,33 +71,32 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the gathered parameters of this module's group."""
-        group = _state(self).group
-        if group is not None:
+        for group in required_state(self).groups:
             group.unpin()
 
     def reset_iter_state(self) -> None:
         """Drop gathered parameters and unreduced gradients, as after a step that ended by an exception."""
-        for group in _groups_in(self, recurse=True):
+        for group in groups_in(self, recurse=True):
             group.forget()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward passes reduce gradients; if not, they accumulate on each rank until one does."""
-        for group in _groups_in(self, recurse):
+        for group in groups_in(self, recurse):
             group.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are reduced over the axes that replicate parameters, or partial sums are kept until then."""
-        for group in _groups_in(self, recurse):
+        for group in groups_in(self, recurse):
             group.reduction.all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether gathered parameters are freed after the forward pass."""
-        for module in _modules_in(self, recurse):
-            _state(module).reshard = reshard_after_forward
+        """Whether gathered parameters are freed after the forward pass; a number as in `fully_shard`."""
+        for module in modules_in(self, recurse):
+            required_state(module).set_reshard(reshard_after_forward, "set_reshard_after_forward")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered parameters are freed after the backward pass."""
-        for group in _groups_in(self, recurse):
+        for group in groups_in(self, recurse):
             group.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -202,13 +108,13 @@ class FSDPModule:
         self._set_prefetch("backward", modules)
 
     def _set_prefetch(self, direction: str, modules: Sequence[FSDPModule]) -> None:
-        groups = [g for module in modules if (g := _state(module).group) is not None]
-        for group in _groups_in(self, recurse=False):
+        groups = [g for module in modules for g in required_state(module).groups]
+        for group in groups_in(self, recurse=False):
             group.ahead[direction] = groups
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by this number instead of the number of ranks with data of their own."""
-        for group in _groups_in(self, recurse=False):
+        for group in groups_in(self, recurse=False):
             group.reduction.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -219,7 +125,7 @@ class FSDPModule:
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Whether a parameter without a gradient on this rank counts as zero, as programs need that differ between ranks."""
-        for group in _groups_in(self, recurse):
+        for group in groups_in(self, recurse):
             group.reduce_unused = reduce_scatter_unused_params
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -229,16 +135,15 @@ class FSDPModule:
         """Accepted: reductions run the collectives of their plans."""
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Refuse: a hook that is not called would leave gradients unreduced.
+        """Call a function with the reduced gradients of this module's group, which it may change in place.
 
-        Raises:
-            NotImplementedError: always.
+        Args:
+            hook: gets one flat tensor with the gradients of this rank's blocks, in the order of the parameters, after they are
+                reduced over all data axes and divided. It may communicate: all ranks call it in the same order.
+            stream: accepted; the hook runs in the current stream.
         """
-        raise NotImplementedError(
-            "set_all_reduce_hook is not supported.\n"
-            "  why: The all-reduce is a step of the plan that reduces gradients, not a call of its own.\n"
-            "  fix: Use a mesh with an axis that replicates parameters, or p.register_post_accumulate_grad_hook."
-        )
+        for group in groups_in(self, recurse=False):
+            group.reduction.hook = hook
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: every backward pass leaves the module ready for the next."""
@@ -261,29 +166,38 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Accepted: collectives of one mesh axis run over one group."""
 
-    def set_reduce_scatter_max_input_buffers(self, count: int, *, recurse: bool = True) -> None:
-        """Accepted: at most two reductions hold unreduced gradients at the same time."""
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let the gradients of at most so many groups be reduced at the same time; two by default.
 
+        Raises:
+            ValueError: the number is less than 1.
+        """
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers got {max_input_buffers}.\n"
+                "  why: A backward pass needs a buffer for the gradients that it reduces.\n"
+                "  fix: Pass at least 1."
+            )
+        for group in groups_in(self, recurse):
+            group.most_reductions = max_input_buffers
 
-def _state(module: Any) -> State:
-    found = state_of(module)
-    if found is None:
-        raise RuntimeError(
-            f"{type(module).__name__} is not data-parallel.\n"
-            "  why: fully_shard, replicate or zero was not applied to it.\n"
-            "  fix: fully_shard(module, mesh=mesh) first"
-        )
-    return found
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Accepted: gathered parameters are in memory that is allocated for each gather."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Let `finalize_backward` reduce the gradients that backward passes without synchronization accumulated."""
 
-def _modules_in(module: Any, recurse: bool) -> list[Any]:
-    found = module.modules() if recurse else [module]
-    return [m for m in found if state_of(m) is not None]
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients that earlier backward passes accumulated without synchronization.
 
+        Args:
+            async_op: return a handle; the gradients are complete in any case.
 
-def _groups_in(module: Any, recurse: bool) -> list[Group]:
-    groups = [_state(m).group for m in _modules_in(module, recurse)]
-    return list({id(g): g for g in groups if g is not None}.values())
+        It sends the reductions of the groups that have such gradients.
+        """
+        for group in groups_in(self, recurse=True):
+            group.reduce_accumulated()
+        return GradientReductionHandle() if async_op else None
 
 
 @functools.cache
@@ -315,7 +229,7 @@ def watch_recomputation(modules: Sequence[nn.Module], group: Group) -> None:
 def make_data_parallel(module: nn.Module, state: State, prefix: str) -> None:
     """Change the class of a module to one whose calls gather its parameters."""
     module.__class__ = _data_parallel_class(cast("Any", type(module)), prefix)
-    vars(module)[_STATE] = state
+    vars(module)[STATE] = state
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

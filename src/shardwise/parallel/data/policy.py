@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
+]
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: the dtype that gradients are reduced in; None for that of the gradients.
         output_dtype: the dtype that floating-point outputs are cast to; None to leave them.
         cast_forward_inputs: whether to cast floating-point inputs to `param_dtype`.
+        param_dtype_override_fn: returns the dtype to compute with for a parameter, `param_dtype` or the parameter's own; None
+            for `param_dtype`. It must return the same on all ranks.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).output_dtype is None
     True
@@ -27,6 +38,20 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype that the override gives a parameter; None if it gives none."""
+        found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if found is not None and found not in (self.param_dtype, param.dtype):
+            raise ValueError(
+                f"param_dtype_override_fn returned {found} for a parameter of {param.dtype}.\n"
+                f"  why: A parameter is computed with in param_dtype, which is {self.param_dtype}, or in its own dtype.\n"
+                "  fix: Return one of them, or None for param_dtype."
+            )
+        return found
 
 
 @dataclass
@@ -77,6 +102,19 @@ class DataParallelMeshDims:
     def replicate_names(self) -> tuple[str, ...]:
         """The axes that replicate them."""
         return _names(self.replicate)
+
+
+class ShardPlacementResult(NamedTuple):
+    """What `shard_placement_fn` may return: how a parameter is split, and on which mesh.
+
+    Attributes:
+        placement: `Shard(dim)`; None for the first dim.
+        mesh_info: a mesh of data axes for this parameter, as `fully_shard` takes it: one axis, or two of which the first
+            replicates. Or an object with a `mesh`, a `shard_mesh_dim` and a `replicate_mesh_dim`, as torch has it.
+    """
+
+    placement: Any
+    mesh_info: Any
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Pending
+from shardwise.comm import Pending, per_rank
 from shardwise.layout import Layout
 from shardwise.parallel.data.layouts import lifted
 from shardwise.parallel.data.slot import Slot
@@ -41,12 +41,14 @@ class Reduction:
         reduce_dtype: the dtype to reduce in; None for that of the gradients.
         divisor: the number to divide the sum by; None for the number of ranks with data of their own.
         all_reduce: whether to reduce over the axes that replicate parameters; if not, the partial sums are kept.
+        hook: called with the reduced gradients as one flat tensor per dtype, which it may change; None for none.
     """
 
     def __init__(self, reduce_dtype: torch.dtype | None) -> None:
         self.reduce_dtype = reduce_dtype
         self.divisor: float | None = None
         self.all_reduce = True
+        self.hook: Callable[[Tensor], None] | None = None
         self._kept: dict[int, _Gradient] = {}  # partial sums over the axes that split parameters
 
     def forget(self) -> None:
@@ -75,6 +77,8 @@ class Reduction:
             Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items()
         )
         pending = start_moving_blocks(plan, [g.block for g in given.values()], mesh)
+        if self.hook is not None:
+            pending = _hooked(pending, self.hook, self.divisor)
         out = {}
         for n, (i, g) in enumerate(given.items()):
             out[i] = self._result(slots[i], pending, n, g.block)
@@ -118,7 +122,7 @@ class Reduction:
 
     def _result(self, slot: Slot, pending: PendingBlocks, n: int, like: Tensor) -> DTensor:
         """The reduced gradient of the stored parameter."""
-        param, divisor = slot.param, self.divisor
+        param, divisor = slot.param, None if self.hook is not None else self.divisor
         spec = slot.stored_spec(param.dtype)
 
         def finish() -> Tensor:
@@ -131,3 +135,29 @@ class Reduction:
         if pending.is_complete:
             return DTensor(finish(), spec)
         return AsyncDTensor(Pending(finish, like.device), spec)
+
+
+def _hooked(pending: PendingBlocks, hook: Callable[[Tensor], None], divisor: float | None) -> PendingBlocks:
+    """Blocks with which a hook is called when they have arrived, as one flat tensor per dtype."""
+
+    def finish() -> list[Tensor]:
+        out = list(pending.wait())
+        for dtype in dict.fromkeys(b.dtype for b in out):
+            some = [i for i, b in enumerate(out) if b.dtype is dtype]
+            flat = per_rank(_flat, *(out[i] for i in some))
+            flat = flat if divisor is None else flat / divisor
+            hook(flat)
+            for i, part in zip(some, per_rank(_parts, flat, *(out[i] for i in some)), strict=True):
+                out[i] = part
+        return out
+
+    return PendingBlocks(finish) if not pending.is_complete else PendingBlocks.completed(finish())
+
+
+def _flat(rank: int, *blocks: Tensor) -> Tensor:
+    return torch.cat([b.reshape(-1) for b in blocks])
+
+
+def _parts(rank: int, flat: Tensor, *blocks: Tensor) -> list[Tensor]:
+    parts = flat.split([b.numel() for b in blocks])
+    return [part.view(b.shape) for part, b in zip(parts, blocks, strict=True)]

@@ -13,19 +13,34 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.comm import axes_of, block_of, on_mesh
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import LayoutError, Spec, contiguous_stride
-from shardwise.parallel.data.layouts import DataAxes, ParameterLayout, parameter_layout
-from shardwise.parallel.data.module import FSDPModule, state_of
-from shardwise.parallel.data.policy import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from shardwise.parallel.data.layouts import DataAxes, ParameterLayout, have_common_mesh, parameter_layout
+from shardwise.parallel.data.module import FSDPModule
+from shardwise.parallel.data.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardwise.parallel.data.slot import Slot
+from shardwise.parallel.data.state import state_of
 from shardwise.tensor.construct import empty_like_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.modules import own_parameters, set_parameter
 
-__all__ = ["check_modules", "data_axes", "default_mesh", "make_slots", "modules_to_call", "shard_dim"]
+__all__ = [
+    "check_modules",
+    "data_axes",
+    "default_mesh",
+    "make_slots",
+    "modules_to_call",
+    "shard_choice",
+    "slots_by_mesh",
+]
 
 _LAYOUT, _STORED = "_shardwise_layout", "_shardwise_stored"
-Dim = Callable[[nn.Parameter], int | None]
+Choice = Callable[[nn.Parameter], tuple[DataAxes, int | None]]
+"""The data axes of a parameter and the dim that they split, or None for a parameter that stays replicated."""
 
 _default_meshes: dict[tuple[int, str], DeviceMesh] = {}
 at_simulation_end(_default_meshes.clear)
@@ -77,24 +92,37 @@ def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *,
     return DataAxes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)))
 
 
-def shard_dim(fn: Callable[[nn.Parameter], Any] | None) -> Dim:
-    """The dim of a parameter that the data axes split: what the user's function says, or the first."""
+def shard_choice(fn: Callable[[nn.Parameter], Any] | None, on: DataAxes) -> Choice:
+    """The data axes of a parameter and the dim that they split: what the user's function says, or the first dim."""
 
-    def dim_of(param: nn.Parameter) -> int | None:
+    def choose(param: nn.Parameter) -> tuple[DataAxes, int | None]:
         given = None if fn is None else fn(param)
+        axes = on
+        if (info := getattr(given, "mesh_info", None)) is not None:
+            axes = _axes_of_info(info)
         given = getattr(given, "placement", given)
         if not param.dim():
-            return None
+            return axes, None
         dim = 0 if given is None else getattr(given, "dim", None)
         if not isinstance(dim, int) or not -param.dim() <= dim < param.dim():
             raise LayoutError(
                 f"shard_placement_fn returned {given!r} for a parameter of shape {tuple(param.shape)}.",
-                why="It returns Shard(dim) of one of the parameter's dims, or None for Shard(0).",
+                why="It returns Shard(dim) of one of the parameter's dims, None for Shard(0), or "
+                "ShardPlacementResult(Shard(dim), mesh) for a parameter on a mesh of its own.",
                 fix=f"Return Shard(dim) with a dim in {-param.dim()}..{param.dim() - 1}.",
             )
-        return dim % param.dim()
+        return axes, dim % param.dim()
 
-    return dim_of
+    return choose
+
+
+def _axes_of_info(info: Any) -> DataAxes:
+    """The data axes of a parameter on a mesh of its own: of a mesh, or of an object that says what its axes are for."""
+    mesh = getattr(info, "mesh", info)
+    if isinstance(info, DeviceMesh) or not hasattr(info, "shard_mesh_dim"):
+        return data_axes(info, None, "shard_placement_fn", shard=True)
+    split, copied = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
+    return DataAxes(mesh, *((() if a is None else (a,)) for a in (split, copied)))
 
 
 def check_modules(modules: Sequence[Any], what: str) -> None:
@@ -144,10 +172,10 @@ def _places(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str,
 def make_slots(
     modules: Sequence[nn.Module],
     ignored: set[nn.Parameter],
-    on: DataAxes,
-    dim_of: Dim,
+    choose: Choice,
     whole_mesh: bool,
     offload: OffloadPolicy,
+    policy: MixedPrecisionPolicy,
 ) -> list[Slot]:
     """Store the parameters of modules in their layouts; a parameter that several of them share is one slot."""
     found: dict[int, tuple[str, Any, list[tuple[nn.Module, str]]]] = {}
@@ -162,15 +190,30 @@ def make_slots(
         layout: ParameterLayout | None = vars(param).get(_LAYOUT)
         stored = param
         if layout is None:
-            layout = parameter_layout(param, on, dim_of(param), whole_mesh)
+            layout = parameter_layout(param, *choose(param), whole_mesh)
             stored = _stored(param, layout, offload)
             vars(stored)[_LAYOUT] = layout
             if stored is not param:
                 vars(param)[_STORED] = stored
         for module, name in places:
             set_parameter(module, name, stored)
-        slots.append(Slot(fqn, places, layout))
+        slot = Slot(fqn, places, layout)
+        slot.compute_dtype = policy.dtype_of(stored)
+        slots.append(slot)
     return slots
+
+
+def slots_by_mesh(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """The slots whose collectives can run on one mesh, together."""
+    out: list[list[Slot]] = []
+    for slot in slots:
+        for some in out:
+            if have_common_mesh([some[0].layout.mesh, slot.layout.mesh]):
+                some.append(slot)
+                break
+        else:
+            out.append([slot])
+    return out
 
 
 def _stored(param: Any, layout: ParameterLayout, offload: OffloadPolicy) -> Any:

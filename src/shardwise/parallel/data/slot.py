@@ -30,7 +30,10 @@ class Slot:
         mesh: the mesh of the group's collectives, which has the axes of all its parameters.
         stored, computed: the layouts on that mesh.
         replicate: the data axes of that mesh along which the stored parameter is replicated.
+        compute_dtype: the dtype that it is computed with, if it is not that of the group's policy.
     """
+
+    compute_dtype: torch.dtype | None = None
 
     def __init__(self, name: str, places: list[tuple[nn.Module, str]], layout: ParameterLayout) -> None:
         self.name, self.places, self.layout = name, places, layout
@@ -70,6 +73,7 @@ class Slot:
         places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
         out = Slot(self.name, places, self.layout)
         out.use_mesh(self.mesh)
+        out.compute_dtype = self.compute_dtype
         return out
 
     @property

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.api import apply_layouts
 from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.parallel.data.shard import check_modules, data_axes, default_mesh, shard_dim
+from shardwise.parallel.data.shard import check_modules, data_axes, default_mesh, shard_choice
 
 __all__ = ["zero"]
 
@@ -67,8 +67,7 @@ def zero(
     before = dict(module.named_parameters())
     state = apply_layouts(
         [module],
-        data_axes(mesh or default_mesh([module]), dp_mesh_dims, "zero", shard=True),
-        shard_dim(None),
+        shard_choice(None, data_axes(mesh or default_mesh([module]), dp_mesh_dims, "zero", shard=True)),
         mp_policy,
         OffloadPolicy(),
         ignored_params,
@@ -77,8 +76,8 @@ def zero(
         bucket_bytes=_BUCKET_BYTES if stage == 2 else None,
         prefix="Zero",
     )
-    if state.group is not None:
-        state.group.reshard_after_backward = False
+    for parameters in state.groups:
+        parameters.reshard_after_backward = False
     after = dict(module.named_parameters())
     new = {id(old): after[name] for name, old in before.items()}
     for group in optimizer.param_groups:

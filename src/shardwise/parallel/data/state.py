@@ -1,0 +1,149 @@
+"""What data-parallel modules share: the groups of their parameters, and how calls gather them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import axes_of
+from shardwise.parallel.data.group import Group, forget_interrupted_passes
+from shardwise.parallel.data.passes import Order, backward_was_interrupted, current_pass, new_pass
+from shardwise.parallel.data.policy import MixedPrecisionPolicy
+from shardwise.parallel.data.saved import packing
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.pytree import flatten
+
+__all__ = ["STATE", "State", "groups_in", "modules_in", "required_state", "state_of"]
+
+
+class State:
+    """What a data-parallel module knows: the groups of its parameters, and the modules that share them.
+
+    Attributes:
+        groups: one for the parameters of each mesh; none if all parameters are in groups of submodules.
+        policy: the dtypes of its computation.
+        reshard: whether to free gathered blocks after the forward pass; None for all but the outermost module.
+        modules: how many modules share the groups.
+    """
+
+    def __init__(
+        self, name: str, groups: Sequence[Group], policy: MixedPrecisionPolicy, reshard: bool | None
+    ) -> None:
+        self.name, self.groups, self.policy, self.reshard = name, tuple(groups), policy, reshard
+        self.modules = 1
+        self._left = 0
+        self.forward_order: Order[Group] = Order()
+        self.backward_order: Order[Group] = Order()
+
+    @contextmanager
+    def _pass(self, args: Any) -> Iterator[None]:
+        """A new pass if this is the outermost call."""
+        if current_pass() is not None:
+            yield
+            return
+        backward = in_backward()
+        if backward_was_interrupted():
+            forget_interrupted_passes()
+        with ExitStack() as stack:
+            stack.enter_context(new_pass(self, self._is_on_whole_mesh(args)))
+            if (
+                not backward
+            ):  # otherwise activation checkpointing runs the forward pass again, with hooks of its own
+                self.forward_order.start()
+                stack.callback(self.forward_order.drop_unused)
+                if torch.is_grad_enabled():
+                    stack.enter_context(packing())
+            yield
+
+    def _is_on_whole_mesh(self, args: Any) -> bool:
+        """Whether the arguments are DTensors on a mesh that has the data axes, rather than each rank's own data."""
+        leaves, _ = flatten(args)
+        given = [axes_of(t.device_mesh).names for t in leaves if isinstance(t, DTensor)]
+        if not given:
+            return False
+        slots = [slot for group in self.groups for slot in group.slots]
+        data = {n for slot in slots for n in axes_of(slot.layout.mesh).names_of(slot.layout.data)}
+        return any(data & set(names) for names in given)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the module with gathered parameters."""
+        entered: list[Group] = []
+        with self._pass((args, kwargs)):
+            try:
+                for group in self.groups:
+                    group.enter()
+                    entered.append(group)
+                if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+                    args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+                out = fn(*args, **kwargs)
+            except BaseException:
+                for group in entered:
+                    group.leave(free=True)
+                raise
+            frees = self._frees()
+            for group in entered:
+                group.leave(free=frees)
+        return out if self.policy.output_dtype is None else _cast(out, self.policy.output_dtype)
+
+    def set_reshard(self, reshard: bool | int | None, what: str) -> None:
+        """Set whether to free gathered blocks after the forward pass; a number is the size of groups that keep them."""
+        smaller = isinstance(reshard, int) and not isinstance(reshard, bool)
+        for group in self.groups:
+            group.smaller = None
+            if smaller and reshard is not None and reshard != 1:
+                group.use_smaller_groups(reshard, what)
+        self.reshard = reshard != 1 if smaller else None if reshard is None else bool(reshard)
+
+    def _frees(self) -> bool:
+        """Whether to free gathered blocks after this call: after those of all modules that share the groups."""
+        self._left = (self._left + 1) % self.modules
+        now = current_pass()
+        is_root = now is not None and now.root is self
+        reshard = not is_root if self.reshard is None else self.reshard
+        return reshard and self._left == 0
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    leaves, rebuild = flatten(tree)
+    return rebuild([_cast_tensor(x, dtype) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def _cast_tensor(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype is not dtype else x
+
+
+STATE = "_shardwise_data_parallel"
+
+
+def state_of(module: nn.Module) -> State | None:
+    """The state of a data-parallel module; None for other modules."""
+    return vars(module).get(STATE)
+
+
+def required_state(module: Any) -> State:
+    """The state of a data-parallel module."""
+    found = state_of(module)
+    if found is None:
+        raise RuntimeError(
+            f"{type(module).__name__} is not data-parallel.\n"
+            "  why: fully_shard, replicate or zero was not applied to it.\n"
+            "  fix: fully_shard(module, mesh=mesh) first"
+        )
+    return found
+
+
+def modules_in(module: Any, recurse: bool) -> list[Any]:
+    """The data-parallel modules in a module, or only itself."""
+    found = module.modules() if recurse else [module]
+    return [m for m in found if state_of(m) is not None]
+
+
+def groups_in(module: Any, recurse: bool) -> list[Group]:
+    """The groups of the data-parallel modules in a module, or only its own."""
+    groups = [g for m in modules_in(module, recurse) for g in required_state(m).groups]
+    return list({id(g): g for g in groups}.values())
