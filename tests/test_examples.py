@@ -1,9 +1,16 @@
 """The examples run and show what they say."""
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
+from examples import anywhere, convnet
 from examples.train import Run, report, train
 from examples.training_report import plot, size
+
+import shardwise as sw
 
 
 @pytest.mark.processes
@@ -37,3 +44,46 @@ def test_a_plot_shows_both_curves():
 
 def test_sizes_have_a_unit():
     assert [size(n) for n in (12, 12_300, 4_560_000, 7.8e9)] == ["12 B", "12.3 kB", "4.6 MB", "7.80 GB"]
+
+
+def _printed(capsys: Any) -> str:
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    return text
+
+
+@pytest.mark.processes
+def test_one_script_trains_on_one_device_under_torchrun_and_in_a_simulation(capsys):
+    one = anywhere.main([])
+    assert one == pytest.approx(anywhere.main(["--simulate", "6"]), abs=1e-6)
+    lines = _printed(capsys).splitlines()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*torchrun, "examples.anywhere"], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.split()[2:] == lines[0].split()[2:]
+
+
+class Simulated:
+    """`launch` on simulated ranks, which share one result; new processes would import torch and transformers for seconds."""
+
+    def __call__(self, fn: Any, ranks: int, *args: Any) -> list[Any]:
+        with sw.simulate(ranks):
+            return [fn(*args)] * ranks
+
+
+def test_a_convnet_with_split_images_equals_one_device(capsys, monkeypatch):
+    monkeypatch.setattr(sw, "launch", Simulated())
+    convnet.main(steps=1, size=24)
+    assert "exchange" in _printed(capsys)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of its own code and of tiny sizes
+def test_a_tensor_parallel_model_generates_and_adapts(capsys, monkeypatch):
+    from examples import generate, lora
+
+    monkeypatch.setattr(sw, "launch", Simulated())
+    generate.main(["--tokens", "2"])
+    assert "The same tokens on every rank" in _printed(capsys)
+    lora.main(steps=2)
+    assert "[64:tp, 64]" in _printed(capsys)

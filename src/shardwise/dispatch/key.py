@@ -83,7 +83,7 @@ _NUMBERS = (int, float, bool, complex)
 
 def call_key(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The key of a call; `dispatch` computes the commonest forms of it in place."""
-    _, by_type, form, *_ = entry
+    by_type, form = entry[1], entry[2]
     if form is ONE_TENSOR and isinstance(args[0], DTensor):
         key: Any
         if len(args) == 1:
@@ -95,7 +95,15 @@ def call_key(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return (key, *kwargs, *kwargs.values()) if kwargs else key
     if not kwargs and form is LIST and (specs := specs_of(args[0])) is not None:
         return (args[1:], specs)
-    parts = [_part(a, by_type) for a in args]
+    parts: list[Any] = []
+    for a in args:  # the commonest parts in place
+        kind = type(a)
+        if kind is DTensor:
+            parts.append(a._spec)
+        elif kind is float and by_type:
+            parts.append(float)
+        else:
+            parts.append(_part(a, by_type))
     for k, v in kwargs.items():
         parts.append(k)
         parts.append(_part(v, by_type))

@@ -55,8 +55,13 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
                 key = (args[0]._spec, *args[1], args[2:])
             else:
                 key = (args[0]._spec, args[1:])
-        elif form is TWO_TENSORS and len(args) == 2 and type(args[0]) is DTensor and type(args[1]) is DTensor:
-            key = (args[0]._spec, args[1]._spec)
+        elif form is TWO_TENSORS and len(args) > 1 and type(args[0]) is DTensor and type(args[1]) is DTensor:
+            if len(args) == 2:
+                key = (args[0]._spec, args[1]._spec)
+            elif len(args) == 3 and type(args[2]) is DTensor:
+                key = (args[0]._spec, args[1]._spec, args[2]._spec)
+            else:
+                key = call_key(entry, args, kwargs)
         elif form is LIST and (specs := specs_of(args[0])) is not None:
             key = (args[1:], specs)
         else:

@@ -41,7 +41,7 @@ _SIMPLE_INDICES = frozenset({int, slice, type(None), type(...)})
 def _is_simple(index: Any) -> bool:
     """Whether an index has no lists or arrays, of which torch would make plain index tensors."""
     kind = type(index)
-    return kind in _SIMPLE_INDICES or (kind is tuple and all(type(i) in _SIMPLE_INDICES for i in index))
+    return _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES
 
 
 class DTensor(PythonMethods, torch.Tensor):
@@ -207,7 +207,10 @@ class DTensor(PythonMethods, torch.Tensor):
         )
 
     def __getitem__(self, index: Any) -> Tensor:
-        return _getitem(self, index if _is_simple(index) else implementation.index_of(self, index))  # type: ignore[no-any-return]
+        kind = type(index)  # `_is_simple` in place, for speed
+        if _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES:
+            return _getitem(self, index)  # type: ignore[no-any-return]
+        return _getitem(self, implementation.index_of(self, index))  # type: ignore[no-any-return]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _setitem(self, index if _is_simple(index) else implementation.index_of(self, index), value)
