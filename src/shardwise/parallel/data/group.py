@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import on_mesh
 from shardwise.layout import block_shape
+from shardwise.parallel.data.agreement import compare_ranks
 from shardwise.parallel.data.connect import connected_tensors
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
@@ -39,6 +40,7 @@ class Group:
 
     Attributes:
         name: the name of the module in messages.
+        number: its number among all groups, in the order in which they were created.
         slots: the parameters.
         mesh: the mesh of the collectives.
         is_moved: whether a parameter is computed with in another layout than it is stored in.
@@ -67,7 +69,8 @@ class Group:
         self.most_reductions = _MOST_REDUCTIONS
         self._reset()
         self.reduction = Reduction(policy.reduce_dtype)
-        _groups[next(_numbers)] = self
+        self.number = next(_numbers)
+        _groups[self.number] = self
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
@@ -89,8 +92,14 @@ class Group:
         out._reset()
         out.reduction = copy.copy(self.reduction)
         out.reduction.forget()
-        _groups[next(_numbers)] = out
+        out.number = next(_numbers)
+        _groups[out.number] = out
         return out
+
+    @property
+    def label(self) -> str:
+        """The name of the module and of its first parameter, for messages."""
+        return f"{self.name} ({self.slots[0].name}, …), group {self.number}"
 
     # ---- gathering
 
@@ -110,10 +119,14 @@ class Group:
 
     def start_gathering(self) -> None:
         """Begin to gather, unless it has begun."""
+        if self.is_moved and not self.gathered.are_wanted:
+            compare_ranks(self.mesh, f"gather {self.label}")
         self.gathered.start(self.slots, self.mesh, self.policy.param_dtype)
 
     def gather(self) -> list[Tensor]:
         """The gathered blocks."""
+        if self.is_moved and not self.gathered.are_wanted:
+            compare_ranks(self.mesh, f"gather {self.label}")
         return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
 
     def gather_in_order(self, order: Order[Group], direction: str) -> list[Tensor]:
@@ -304,6 +317,7 @@ class Group:
         """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
         if not given and not any(i in slots for i in self.reduction.keeps):
             return {}
+        compare_ranks(self.mesh, f"reduce {len(given)} gradients of {self.label}")
         while len(_reductions) >= self.most_reductions:
             _reductions.pop(0).wait()
         found, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)

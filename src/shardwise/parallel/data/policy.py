@@ -42,6 +42,16 @@ class MixedPrecisionPolicy:
         default=None, kw_only=True
     )
 
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy got {name}={dtype}.\n"
+                    "  why: Only floating-point parameters, gradients and outputs are cast.\n"
+                    f"  fix: MixedPrecisionPolicy({name}=torch.bfloat16)"
+                )
+
     def dtype_of(self, param: nn.Parameter) -> torch.dtype | None:
         """The dtype that the override gives a parameter; None if it gives none."""
         found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)

@@ -195,12 +195,29 @@ def make_slots(
             vars(stored)[_LAYOUT] = layout
             if stored is not param:
                 vars(param)[_STORED] = stored
+                if param.requires_grad:
+                    param.register_hook(_Replaced(fqn))
         for module, name in places:
             set_parameter(module, name, stored)
         slot = Slot(fqn, places, layout)
         slot.compute_dtype = policy.dtype_of(stored)
         slots.append(slot)
     return slots
+
+
+class _Replaced:
+    """A hook of a parameter that was replaced: a gradient of it means that a module outside of the group still has it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, grad: Tensor) -> None:
+        raise RuntimeError(
+            f"The parameter {self._name} got a gradient in a module that is not data-parallel.\n"
+            "  why: It is tied: a data-parallel module has it as a DTensor, and another module still computes with the original, "
+            "whose gradient would not be reduced.\n"
+            "  fix: Also call fully_shard or replicate for the other module, or for the module that contains both."
+        )
 
 
 def slots_by_mesh(slots: Sequence[Slot]) -> list[list[Slot]]:

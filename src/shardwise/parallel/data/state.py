@@ -82,6 +82,7 @@ class State:
                     args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
                 out = fn(*args, **kwargs)
             except BaseException:
+                self._left = 0
                 for group in entered:
                     group.leave(free=True)
                 raise
