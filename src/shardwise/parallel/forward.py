@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import mha
 
 from shardwise.comm import PerRank, is_simulated
 from shardwise.parallel.agreement import check_plain_parameters
@@ -102,11 +103,17 @@ def _from_outside(
 
 @contextmanager
 def _scope() -> Iterator[None]:
-    """Inside the block plain tensors count as replicated; a simulation and `policy(plain="check")` compare them."""
+    """Inside the block plain tensors count as replicated; a simulation and `policy(plain="check")` compare them.
+
+    torch's fused inference kernels of whole attention and encoder layers are off: they would need all weights on each rank.
+    """
     compare = is_simulated() or current_settings().plain == "check"
+    fused = mha.get_fastpath_enabled()
     token = _inside.set(True)
+    mha.set_fastpath_enabled(False)
     try:
         with override_settings(plain="check" if compare else "replicate"), sharing_inputs():
             yield
     finally:
+        mha.set_fastpath_enabled(fused)
         _inside.reset(token)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of
 from shardwise.layout import Layout, LayoutError
+from shardwise.parallel.attention import attention_layouts
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.keys import matching, near_misses, plan_names
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
@@ -129,17 +130,30 @@ class _Reading:
                 f"{key!r} is a module and {text!r} the layout of a parameter; write {key + '.weight'!r}"
             )
             return
+        style = NAMED_STYLES[text]
+        if isinstance(module, nn.MultiheadAttention) and style.split == "out":
+            self._split_heads(key, name, module, of_parameters)
+            return
         for own, _ in owned_tensors(module):
             slot = self.slots[f"{name}.{own}" if name else own]
             if slot.full_name not in of_parameters:
                 self._place(key, slot, text)
-        style = NAMED_STYLES[text]
         self.resolved.boundaries[name] = Boundary(
             self.mesh, self.axis, style.inputs, style.outputs, self.scatter
         )
 
+    def _split_heads(
+        self, key: str, name: str, module: nn.MultiheadAttention, of_parameters: set[str]
+    ) -> None:
+        """Split the heads of an attention module, which reduces its output."""
+        for own, layout in attention_layouts(module, self.axes, self.axis).items():
+            slot = self.slots[f"{name}.{own}" if name else own]
+            if slot.full_name not in of_parameters:
+                self._settle(key, slot, layout)
+        self.resolved.boundaries[name] = Boundary(self.mesh, self.axis, "gather", "reduce", self.scatter)
+
     def _place(self, key: str, slot: Slot, text: str) -> None:
-        """Give a parameter its layout."""
+        """Give a parameter the layout that a style or a notation says."""
         try:
             if is_notation(text):
                 layout = parameter_layout(text, tuple(slot.tensor.shape), self.axes)
@@ -149,6 +163,10 @@ class _Reading:
         except LayoutError as error:
             self.problems.append(f"{key!r}: {error.what} {error.why}")
             return
+        self._settle(key, slot, layout)
+
+    def _settle(self, key: str, slot: Slot, layout: Layout) -> None:
+        """Give a parameter its layout, unless it has another."""
         name, tensor = slot.full_name, slot.tensor
         known = self.resolved.layouts.get(name, layout)
         if isinstance(tensor, DTensor):
