@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -30,6 +30,8 @@ class Ledger:
     """The collectives that ran while the ledger was open."""
 
     entries: list[Sent] = field(default_factory=list)
+    observer: Callable[[Sent], None] | None = None
+    """Called with each entry."""
 
     @property
     def collectives(self) -> int:
@@ -46,15 +48,15 @@ _open: list[Ledger] = []
 
 
 @contextmanager
-def counting() -> Iterator[Ledger]:
-    """Count the collectives inside the block, and their bytes.
+def counting(observer: Callable[[Sent], None] | None = None) -> Iterator[Ledger]:
+    """Count the collectives inside the block, and their bytes; `observer` is called with each entry.
 
     >>> with counting() as ledger:
     ...     pass
     >>> ledger.collectives
     0
     """
-    ledger = Ledger()
+    ledger = Ledger(observer=observer)
     _open.append(ledger)
     try:
         yield ledger
@@ -71,3 +73,5 @@ def record(entry: Sent) -> None:
     """Add an entry to each open ledger."""
     for ledger in _open:
         ledger.entries.append(entry)
+        if ledger.observer is not None:
+            ledger.observer(entry)
