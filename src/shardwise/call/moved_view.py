@@ -74,7 +74,7 @@ class ViewSource:
         """Take the block of a result of `func`."""
         source = result._source
         if source is not None:
-            self.kind = source.kind
+            self.kind = self._kind_of(source)
         self.block = result._local_tensor if source is None else source.block
         if self.kind == "moved":
             # views of this view have the strides that those of its strides have
@@ -82,13 +82,21 @@ class ViewSource:
             self.block = map_ranks(in_order, self.block, order)
         self.seen = self.memory.state(self.roots)
 
+    def _kind_of(self, source: ViewSource) -> Kind:
+        """How a result of `func` was computed; torch may have run several view ops for it."""
+        kinds = {source.kind}
+        while (above := source.base._source) is not None and above is not self.base._source:
+            source = above
+            kinds.add(source.kind)
+        return "moved" if "moved" in kinds else "copied" if "copied" in kinds else "shared"
+
     def read(self) -> Tensor:
         """The block, computed anew if the base was written to."""
         if not self.is_held and (self.seen is None or self.seen != self.memory.state(self.roots)):
             with torch.no_grad():
                 result = self.func(self.base, *self.args, **self.kwargs)
             result = result if self.number is None else result[self.number]
-            self.kind = "shared" if result._source is None else result._source.kind
+            self.kind = "shared" if result._source is None else self._kind_of(result._source)
             # under another cost model the result may have another layout
             self.set_block(to_layout(self.func, result, self.spec.layout))
         return self.block
@@ -99,7 +107,8 @@ class ViewSource:
         value = DTensor(self.block, self.spec)
         # the view is written already: refusing to communicate now would leave view and base different
         with torch.no_grad(), override_settings(implicit="allow"):
-            if base._source is not None and base._source.overlaps:
+            above = base._source
+            if above is not None and (above.overlaps or may_overlap(base.shape, base.stride())):
                 self._write_to_root(value)
                 return
             block = base._local_tensor

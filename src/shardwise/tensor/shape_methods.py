@@ -53,7 +53,8 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
             return original(self, *args, **kwargs)
         if view_base(self) is None:
             new.__dict__[_SUCCESSOR] = (id(self), name)
-        return self._become(new)
+        # torch counts it as a write, except that resizing to the same size is nothing
+        return self._become(new, is_write=new.shape != self.shape or not name.startswith("resize"))
 
     return method
 
