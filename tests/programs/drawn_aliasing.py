@@ -302,6 +302,7 @@ class Drawing:
                 if same and x.requires_grad and not x._is_view()
                 else None
             )
+        was_reshaped = name in self.reshaped
         self.roots.discard(name)
         self.reshaped.add(name)  # views of what it was would no longer get a gradient
         out = [
@@ -324,9 +325,12 @@ class Drawing:
             if x.is_inference() == source.is_inference() and not lazy:
                 out.append(f"{name}.set_({other}.detach())")
             swapped = x, dict(self.pool())[other]
-            # torch itself keeps a view of a view alive, if it is not a plain tensor
-            if not swapped[1].requires_grad and not any(
-                t._is_view() and _shares_any(self.pool(), t) for t in swapped
+            # torch itself keeps a view of a view alive, if it is not a plain tensor; and views keep what was reshaped
+            if (
+                not swapped[1].requires_grad
+                and not any(t._is_view() and _shares_any(self.pool(), t) for t in swapped)
+                and not was_reshaped
+                and not any(t is s for m, t in self.pool() for s in swapped if m in self.reshaped - {name})
             ):
                 self.roots.discard(other)
                 self.reshaped.add(other)

@@ -158,12 +158,23 @@ class ViewSource:
         full = gather(self.func, root)
         view = full
         for source in reversed(chain):
-            view = map_ranks(source.func, view, *source.args, **source.kwargs)
+            view = map_ranks(_on_memory(source), view, *source.args, **source.kwargs)
             view = view if source.number is None else view[source.number]
+        if self.lazy_bits()[1]:
+            view = map_ranks(torch._neg_view, view)
         map_ranks(copy_into, view, gather(self.func, value))
         write_back(self.func, root, full)
         note_write(self.roots[0])
         self.seen = self.memory.state(self.roots)
+
+
+def _on_memory(source: ViewSource) -> Any:
+    """The op of a view on plain tensors; torch views the real parts of conjugates, and negates the imaginary ones, in `imag`."""
+    if source.func is aten._neg_view.default:
+        return aten.alias.default
+    if source.func is aten.view_as_real.default:
+        return lambda x: torch.view_as_real(x.conj() if x.is_conj() else x)
+    return source.func
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
@@ -328,7 +339,7 @@ def rebuild_view(
         source.set_block(result if number is None else result[number])
     else:
         source.set_block(DTensor(block, spec))
-    return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
+    return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[no-any-return]
 
 
 torch.serialization.add_safe_globals([rebuild_view])  # it runs an op by name on tensors that were loaded

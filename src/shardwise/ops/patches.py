@@ -63,7 +63,9 @@ def _as_method(name: str) -> Any:
     """A function of torch as the method of the same name, if its tensor is a DTensor."""
 
     def run(original: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        return (getattr(input, name) if isinstance(input, DTensor) else partial(original, input))(*args, **kwargs)
+        return (getattr(input, name) if isinstance(input, DTensor) else partial(original, input))(
+            *args, **kwargs
+        )
 
     return run
 
@@ -99,7 +101,9 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
     ),
     *(
         PythonPatch(target, _as_method(target[1]), "as a method, which is DTensor's own")
-        for target in python_functions(f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_"))
+        for target in python_functions(
+            f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_")
+        )
     ),
     *dropout_patches(),
     *index_patches(),

@@ -130,9 +130,9 @@ class ShapeMethods:
     swapaxes_ = _becoming("swapaxes_", torch.Tensor.swapaxes)
     squeeze_ = _becoming("squeeze_", torch.Tensor.squeeze)
     unsqueeze_ = _becoming("unsqueeze_", torch.Tensor.unsqueeze)
-    as_strided = functools.wraps(torch.Tensor.as_strided)(_strided)
+    as_strided: Any = functools.wraps(torch.Tensor.as_strided)(_strided)
     as_strided_ = _becoming("as_strided_", _strided)
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)
-    detach_ = _detach
-    requires_grad_ = _requires_grad
+    detach_: Any = _detach
+    requires_grad_: Any = _requires_grad

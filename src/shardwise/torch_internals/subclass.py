@@ -102,7 +102,7 @@ def view_offset(x: Tensor) -> int:
     if base is None:
         return 0
     plain = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    return x._view_func_unsafe(plain).storage_offset()  # type: ignore[no-any-return, attr-defined]
+    return x._view_func_unsafe(plain).storage_offset()  # type: ignore[no-any-return]
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
@@ -160,12 +160,13 @@ def is_used_elsewhere(x: Tensor) -> bool:
     >>> is_used_elsewhere(x)
     True
     """
-    if not x.requires_grad or torch.is_grad_enabled() and x.is_leaf:
+    if not x.requires_grad or (torch.is_grad_enabled() and x.is_leaf):
         return False  # the latter is for torch to refuse
+    tensor: Any = x
     if not x.is_leaf:
-        return x.retains_grad and x._use_count() > 1
+        return x.retains_grad and bool(tensor._use_count() > 1)
     node = torch.autograd.graph.get_gradient_edge(x).node  # refers to the tensor as well
-    return node is not None and x._use_count() > 2
+    return node is not None and bool(tensor._use_count() > 2)
 
 
 def change_places(x: Tensor, y: Tensor, is_write: bool = True) -> None:
