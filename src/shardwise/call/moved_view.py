@@ -20,7 +20,7 @@ from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
 from shardwise.call.view_mode import mode_of_view
-from shardwise.call.view_scatter import COMPUTED, scatter_of
+from shardwise.call.view_scatter import COMPUTED, on_memory, scatter_of
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
@@ -158,23 +158,14 @@ class ViewSource:
         full = gather(self.func, root)
         view = full
         for source in reversed(chain):
-            view = map_ranks(_on_memory(source), view, *source.args, **source.kwargs)
+            view = map_ranks(on_memory(source.func), view, *source.args, **source.kwargs)
             view = view if source.number is None else view[source.number]
         if self.lazy_bits()[1]:
-            view = map_ranks(torch._neg_view, view)
+            view = map_ranks(aten._neg_view.default, view)
         map_ranks(copy_into, view, gather(self.func, value))
         write_back(self.func, root, full)
         note_write(self.roots[0])
         self.seen = self.memory.state(self.roots)
-
-
-def _on_memory(source: ViewSource) -> Any:
-    """The op of a view on plain tensors; torch views the real parts of conjugates, and negates the imaginary ones, in `imag`."""
-    if source.func is aten._neg_view.default:
-        return aten.alias.default
-    if source.func is aten.view_as_real.default:
-        return lambda x: torch.view_as_real(x.conj() if x.is_conj() else x)
-    return source.func
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
@@ -377,9 +368,7 @@ def _view_of(source: ViewSource, spec: Spec) -> MovedView:
 
 def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
     """The arguments of an op over lists for one element after the other; none for other ops."""
-    if not info.arguments[0].type.startswith("List"):
-        return []
-    if len(args[0]) < 2:
+    if not info.arguments[0].type.startswith("List") or len(args[0]) < 2:
         return []
     lists = [
         isinstance(a, list | tuple) or arg.name == "scalars"

@@ -10,7 +10,6 @@ C++ code that calls these ops has no object whose tensor could change: there, th
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +35,6 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
     """The method `name`, after which the tensor is the result of an out-of-place method."""
     original = getattr(torch.Tensor, name)
 
-    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._can_change_places:
             return original(self, *args, **kwargs)
@@ -56,6 +54,7 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
         # torch counts it as a write, except that resizing to the same size is nothing
         return self._become(new, is_write=new.shape != self.shape or not name.startswith("resize"))
 
+    method.__name__ = name
     return method
 
 
@@ -69,15 +68,15 @@ def _former_self(x: Any) -> Any:
     return base if is_former else None
 
 
-@functools.wraps(torch.Tensor.detach_)
 def _detach(self: Any) -> Any:
+    """Detach the tensor from its graph."""
     if _former_self(self) is not None:  # a view for us, which cannot be detached, but not for the user
         return self._become(self.detach(), is_write=False)
     return torch.Tensor.detach_(self)
 
 
-@functools.wraps(torch.Tensor.requires_grad_)
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
+    """Let autograd record ops on the tensor, or not."""
     former = None if self.requires_grad or not requires_grad else _former_self(self)
     if former is not None:
         self._become(self.detach(), is_write=False)
@@ -130,7 +129,7 @@ class ShapeMethods:
     swapaxes_ = _becoming("swapaxes_", torch.Tensor.swapaxes)
     squeeze_ = _becoming("squeeze_", torch.Tensor.squeeze)
     unsqueeze_ = _becoming("unsqueeze_", torch.Tensor.unsqueeze)
-    as_strided: Any = functools.wraps(torch.Tensor.as_strided)(_strided)
+    as_strided: Any = _strided
     as_strided_ = _becoming("as_strided_", _strided)
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)

@@ -154,10 +154,12 @@ def is_used_elsewhere(x: Tensor) -> bool:
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> y = x + 1
-    >>> is_used_elsewhere(x)
+    >>> with torch.no_grad():
+    ...     is_used_elsewhere(x)
     False
     >>> v = x[1:]
-    >>> is_used_elsewhere(x)
+    >>> with torch.no_grad():
+    ...     is_used_elsewhere(x)
     True
     """
     if not x.requires_grad or (torch.is_grad_enabled() and x.is_leaf):
