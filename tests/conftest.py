@@ -1,13 +1,17 @@
 """Hypothesis profiles (fixed examples, or many new ones if SHARDWISE_DEEP=1), and worker processes."""
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from shardwise.comm.launch import Workers
+from shardwise.comm.mesh import forget_groups
+from shardwise.plan.settings import forget_decisions
 
 # No deadline: the time of one example depends more on the machine than on the code.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -18,7 +22,23 @@ torch.set_num_threads(1)  # tensors are small: more threads would only wait for 
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
-    """Four processes in one gloo group, started once per session; they run functions at module level."""
+def team() -> Iterator[Workers]:
     with Workers(4, timeout=120) as team:
         yield team
+
+
+@pytest.fixture
+def workers(team: Workers) -> Iterator[Workers]:
+    """Four processes in one gloo group, started once per session; they run functions at module level."""
+    yield team
+    team.run(destroy_groups)
+
+
+def destroy_groups() -> None:
+    """Destroy the process groups of meshes: each has threads that poll, about 1 % of a core for ever."""
+    forget_decisions()
+    forget_groups()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and not group.group_name.startswith("shardwise_"):
+            dist.destroy_process_group(group)
+    gc.collect()

@@ -38,16 +38,11 @@ MESHES = {
     "sub-mesh dp of permuted": lambda: _square(3, 1, 0, 2)["dp"],
     "flattened": lambda: _square()._flatten("dp_tp"),
 }
-_cached = {}
 
 
 def mesh_of(name):
-    """The mesh of that name; on real processes it is cached, since it creates process groups."""
-    if is_simulated():
-        return MESHES[name]()
-    if name not in _cached:
-        _cached[name] = MESHES[name]()
-    return _cached[name]
+    """The mesh of that name."""
+    return MESHES[name]()
 
 
 def describe(name):

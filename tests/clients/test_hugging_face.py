@@ -55,6 +55,24 @@ def test_experts_are_split_by_the_expert_parallel_plan(name: str, mesh: Mapping[
     assert not found.beyond(TOLERANCE)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_tokens_travel_to_experts_and_weights_stay(implementation: str):
+    family = FAMILIES["Mixtral"]
+    model, batch = family.model(), family.batches()[0]
+    model.config._experts_implementation = implementation
+    layers, experts = (
+        model.config.num_hidden_layers,
+        sum(p.nbytes for p in model.parameters() if p.dim() == 3),
+    )
+    with Float64(), on_mesh((2,), ("tp",)) as mesh:
+        parallelize_module(model, mesh, {**family.plan_of(model), **model.ep_plan})
+        with CommDebugMode() as comm:
+            model(**batch)
+    # the embedding, attention and experts of each layer, and the logits
+    assert [e.step for e in comm.ledger.entries] == ["all-reduce"] * (1 + 2 * layers) + ["all-gather"]
+    assert comm.get_total_bytes() < experts / 4
+
+
 @pytest.mark.parametrize(
     "name", [n for n, f in FAMILIES.items() if f.generates and (DEEP or n in ("Llama", "T5"))]
 )

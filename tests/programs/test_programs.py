@@ -53,10 +53,12 @@ def differences(programs: list[tuple[int, Program]]) -> list[tuple[int, str, str
     """The seeds of the programs that differ on these processes, with what differs."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    out = []
+    out, meshes = [], {}
     for seed, program in programs:
-        mesh = sw.init_device_mesh("cpu", program.mesh, mesh_dim_names=AXES[: len(program.mesh)])
-        found = difference(program, mesh)
+        if program.mesh not in meshes:
+            names = AXES[: len(program.mesh)]
+            meshes[program.mesh] = sw.init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
+        found = difference(program, meshes[program.mesh])
         if found is not None:
             out.append((seed, found.kind, found.text))
     return out

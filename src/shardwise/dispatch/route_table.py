@@ -33,6 +33,7 @@ from shardwise.call.variants import program_for
 from shardwise.ops.foreach import FUSED
 from shardwise.ops.random_ops import random_program
 from shardwise.ops.requests import REQUESTS
+from shardwise.ops.unscale import UNSCALE
 from shardwise.rules.table import row_of
 from shardwise.rules.tables.view_and_cat import REGROUPED
 from shardwise.torch_internals.dispatcher import all_ops, is_composite
@@ -69,7 +70,7 @@ def routes_of(func: Any) -> list[str]:
 def _only_route(info: OpInfo) -> str | None:
     if info.qualified_name.startswith("aten::_foreach_"):
         return "foreach"
-    if info.qualified_name in FUSED:
+    if info.qualified_name in FUSED or info.func is UNSCALE:
         return "optimizer"
     if random_program(info.func) is not None:
         return "random"

@@ -40,6 +40,7 @@ from shardwise.ops.inplace_view import run_inplace_view
 from shardwise.ops.random_ops import random_program
 from shardwise.ops.requests import REQUESTS
 from shardwise.ops.sparse import involves_sparse, sparse_run
+from shardwise.ops.unscale import UNSCALE, run_unscale
 from shardwise.plan.settings import current_costs, current_settings, override_settings
 from shardwise.rules.table import REGISTERED
 from shardwise.tensor.construct import replicated_spec
@@ -66,6 +67,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return foreach_route(call)
     if info.qualified_name in FUSED:
         return Route("optimizer", lambda a, k: run_fused(func, a, k))
+    if func is UNSCALE and not any(isinstance(t, DTensor) for t in call.args[1:]):
+        return Route("optimizer", lambda a, k: run_unscale(func, *a))
     if (mesh := common_submesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
     if (values_on := mesh_beside_numbers(call)) is not None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import mha
 
 from shardwise.comm import PerRank, is_simulated
 from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, sharing_inputs
+from shardwise.parallel.experts import run_experts
 from shardwise.parallel.gradients import watch_gradients
 from shardwise.parallel.plain import differentiable_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
@@ -66,6 +68,8 @@ def _wrapped(original: Callable[..., Any], boundary: Boundary | None, plain: boo
             return _from_outside(method, self, boundary, plain, args, kwargs)
         if boundary is None:
             return original(self, *args, **kwargs)
+        if boundary.experts:
+            return run_experts(original, self, boundary, args, kwargs)
         args, kwargs = boundary.enter(args, kwargs)
         return boundary.leave(original(self, *args, **kwargs))
 
@@ -102,11 +106,17 @@ def _from_outside(
 
 @contextmanager
 def _scope() -> Iterator[None]:
-    """Inside the block plain tensors count as replicated; a simulation and `policy(plain="check")` compare them."""
+    """Inside the block plain tensors count as replicated; a simulation and `policy(plain="check")` compare them.
+
+    torch's fused inference kernels of whole attention and encoder layers are off: they would need all weights on each rank.
+    """
     compare = is_simulated() or current_settings().plain == "check"
+    fused = mha.get_fastpath_enabled()
     token = _inside.set(True)
+    mha.set_fastpath_enabled(False)
     try:
         with override_settings(plain="check" if compare else "replicate"), sharing_inputs():
             yield
     finally:
+        mha.set_fastpath_enabled(fused)
         _inside.reset(token)

@@ -9,7 +9,7 @@ from shardwise.parallel.module_tensors import Slot
 from shardwise.parallel.named_styles import NamedStyle
 from shardwise.parallel.partition import split_dim
 
-__all__ = ["named_layout"]
+__all__ = ["features_kept_together", "named_layout"]
 
 
 def named_layout(
@@ -31,12 +31,12 @@ def named_layout(
             fix="Use a layout with factors instead.",
         )
     size = shape[dim] // style.packed
-    unit = 1 if style.split == "experts" else _features_kept_together(parent, size, axes.sizes[axis])
+    unit = 1 if style.split == "experts" else features_kept_together(parent, size, axes.sizes[axis])
     factors = [Factor(style.packed), Factor(size // unit, (axis,)), Factor(unit)]
     return layout.with_dim(dim, *(f for f in factors if f.size > 1 or f.axes))
 
 
-def _features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> int:
+def features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> int:
     """The number of adjacent features in a projection of an attention module that belong on one rank.
 
     A head, so that views by heads send nothing however many heads there are. If a rank would be left without heads, or if

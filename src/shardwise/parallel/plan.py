@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of
 from shardwise.layout import Layout, LayoutError
+from shardwise.parallel.attention import attention_layouts
 from shardwise.parallel.boundary import Boundary
+from shardwise.parallel.experts import holds_experts
 from shardwise.parallel.keys import matching, near_misses, plan_names
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
@@ -109,6 +111,7 @@ class _Reading:
                     self._apply(key, name, text, of_parameters)
         self._check_ties()
         self._bound_owners()
+        self._mark_experts()
 
     def _is_known(self, key: Any, text: Any) -> bool:
         if not isinstance(key, str) or not isinstance(text, str):
@@ -129,17 +132,30 @@ class _Reading:
                 f"{key!r} is a module and {text!r} the layout of a parameter; write {key + '.weight'!r}"
             )
             return
+        style = NAMED_STYLES[text]
+        if isinstance(module, nn.MultiheadAttention) and style.split == "out":
+            self._split_heads(key, name, module, of_parameters)
+            return
         for own, _ in owned_tensors(module):
             slot = self.slots[f"{name}.{own}" if name else own]
             if slot.full_name not in of_parameters:
                 self._place(key, slot, text)
-        style = NAMED_STYLES[text]
         self.resolved.boundaries[name] = Boundary(
             self.mesh, self.axis, style.inputs, style.outputs, self.scatter
         )
 
+    def _split_heads(
+        self, key: str, name: str, module: nn.MultiheadAttention, of_parameters: set[str]
+    ) -> None:
+        """Split the heads of an attention module, which reduces its output."""
+        for own, layout in attention_layouts(module, self.axes, self.axis).items():
+            slot = self.slots[f"{name}.{own}" if name else own]
+            if slot.full_name not in of_parameters:
+                self._settle(key, slot, layout)
+        self.resolved.boundaries[name] = Boundary(self.mesh, self.axis, "gather", "reduce", self.scatter)
+
     def _place(self, key: str, slot: Slot, text: str) -> None:
-        """Give a parameter its layout."""
+        """Give a parameter the layout that a style or a notation says."""
         try:
             if is_notation(text):
                 layout = parameter_layout(text, tuple(slot.tensor.shape), self.axes)
@@ -149,6 +165,10 @@ class _Reading:
         except LayoutError as error:
             self.problems.append(f"{key!r}: {error.what} {error.why}")
             return
+        self._settle(key, slot, layout)
+
+    def _settle(self, key: str, slot: Slot, layout: Layout) -> None:
+        """Give a parameter its layout, unless it has another."""
         name, tensor = slot.full_name, slot.tensor
         known = self.resolved.layouts.get(name, layout)
         if isinstance(tensor, DTensor):
@@ -181,6 +201,17 @@ class _Reading:
                 owner = self.slots[name].path
                 boundary = Boundary(self.mesh, self.axis, "gather", "reduce", self.scatter)
                 self.resolved.boundaries.setdefault(owner, boundary)
+
+    def _mark_experts(self) -> None:
+        """Modules whose experts the axis splits route tokens to them."""
+        for name, boundary in self.resolved.boundaries.items():
+            module = self.modules[name]
+            own = {n: f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)}
+            layouts = {
+                n: self.resolved.layouts[full] for n, full in own.items() if full in self.resolved.layouts
+            }
+            if len(layouts) == len(own) and holds_experts(module, layouts, self.axis):
+                self.resolved.boundaries[name] = replace(boundary, experts=True)
 
 
 def declared_entries(module: nn.Module) -> set[tuple[str, Any]]:

@@ -10,15 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of, first_rank
 from shardwise.layout import Layout, Placement, Replicate, Shard
+from shardwise.parallel.attention import attention_layouts
+from shardwise.parallel.boundary import Boundary
+from shardwise.parallel.forward import wrap_method
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
 from shardwise.parallel.named_styles import NamedStyle
 from shardwise.parallel.parallel_style import ParallelStyle, distributed
 from shardwise.parallel.partition import Split, feature_dim, split_dim
-from shardwise.parallel.placing import place
+from shardwise.parallel.placing import place, place_tensors
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+
+_ATTENTION_INPUTS = ("query", "key", "value")
 
 
 class _SplitStyle(ParallelStyle):
@@ -42,6 +47,8 @@ class _SplitStyle(ParallelStyle):
         name = f"{type(self).__name__} of {type(module).__name__}"
         if any(isinstance(t, DTensor) for t in tensors):
             return [f"{name}: its parameters are already distributed"]
+        if isinstance(module, nn.MultiheadAttention) and self.split == "in":
+            return [f"{name}: its heads are split by ColwiseParallel, which includes the output projection"]
         if all(split_dim(module, t, self.split) is None for t in tensors):
             return [f"{name}: it has no parameter with features to split"]
         return []
@@ -81,7 +88,8 @@ class ColwiseParallel(_SplitStyle):
         use_local_output: return the block of this rank instead of a DTensor.
 
     For linear layers and embeddings, convolutions, Conv1D-like layers that keep (in, out) weights, and any module whose
-    parameters have output features in the last dim but one.
+    parameters have output features in the last dim but one. Of `nn.MultiheadAttention` the heads are split: its output
+    projection is row-parallel, and its output is replicated by default.
 
     >>> import torch, shardwise as sw
     >>> with sw.simulate(2):
@@ -101,6 +109,34 @@ class ColwiseParallel(_SplitStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts or Replicate(), output_layouts, use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.MultiheadAttention):
+            return self._split_heads(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+    def _split_heads(self, module: nn.MultiheadAttention, mesh: DeviceMesh) -> nn.Module:
+        """Split the heads of an attention module; queries, keys and values are replicated, and the output is reduced."""
+        layouts = attention_layouts(module, axes_of(mesh), 0)
+        place_tensors(module, mesh, layouts, self.src_data_rank)
+        wrap_method(module, "forward", Boundary(mesh, 0, "gather", "reduce"))
+        (declared,) = self.input_layouts or (Replicate(),)
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # once for each tensor: attention of a tensor to itself projects it once
+            given = [*args[:3], *(v for k, v in kwargs.items() if k in _ATTENTION_INPUTS)]
+            ready = {id(x): distributed(x, mesh, declared, Replicate()) for x in given}
+            named = {k: ready[id(v)] if k in _ATTENTION_INPUTS else v for k, v in kwargs.items()}
+            return (*(ready[id(x)] for x in args[:3]), *args[3:]), named
+
+        def leave(module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, Tensor | None]) -> Any:
+            (wanted,) = self.output_layouts or (Replicate(),)
+            weights = None if out[1] is None else self._local(out[1], Replicate())  # type: ignore[arg-type]
+            return self._local(out[0], _counted_from_front(wanted, out[0])), weights  # type: ignore[arg-type]
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+        return module
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         (declared,) = self.input_layouts or (Replicate(),)
