@@ -13,6 +13,7 @@ from tests.clients.float64 import Float64
 from tests.clients.on_processes import greatest_differences, unequal_adapters
 from tests.clients.sweep import sweep_configuration
 from tests.clients.training import compare, difference, distribute_batch, on_mesh, train
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
@@ -111,12 +112,18 @@ def test_sampling_draws_the_tokens_of_one_device():
     assert torch.equal(got, want)
 
 
-def test_a_llama_takes_the_collectives_of_megatron():
-    family = FAMILIES["Llama"]
-    model, batch = family.model(), family.batches()[0]
-    layers = model.config.num_hidden_layers
-    with Float64(), on_mesh((2,), ("tp",)) as mesh:
-        parallelize_module(model, mesh, family.plan_of(model))
+@pytest.mark.parametrize(("heads", "keys", "ranks"), [(4, 2, 2), (6, 3, 2), (10, 5, 3), (5, 5, 3)])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_llama_takes_the_collectives_of_megatron(heads: int, keys: int, ranks: int, attention: str):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 4 * heads, "intermediate_size": 24, "vocab_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=keys)
+    config._attn_implementation = attention
+    model, layers = LlamaForCausalLM(config).double(), config.num_hidden_layers
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with Float64(), on_mesh((ranks,), ("tp",)) as mesh:
+        parallelize_module(model, mesh, model.tp_plan)
         with CommDebugMode() as forward:
             loss = model(**batch).loss
         with CommDebugMode() as backward:
