@@ -20,7 +20,7 @@ from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Reduction, reduction_plan
+from shardwise.parallel.data.reduction import Reduction, buckets_of, reduction_plan
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
@@ -63,7 +63,7 @@ class Group:
             slot.use_mesh(self.mesh)
         self.is_moved = any(slot.is_moved for slot in slots)
         self.is_in_place = not self.is_moved and policy.param_dtype is None and self._is_on_device()
-        self.buckets = _buckets(slots, bucket_bytes)
+        self.buckets = buckets_of(slots, bucket_bytes)
         self.sync = self.reshard_after_backward = True
         self.reduce_unused = False
         self.ahead: dict[str, list[Group]] = {}
@@ -391,19 +391,3 @@ def _reduce_accumulated() -> None:
         group.reduce_accumulated()
     while _reductions:  # they would keep gradients alive
         _reductions.pop(0).wait()
-
-
-def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
-    """The slots in one bucket; or from the last to the first, in buckets of up to so many bytes."""
-    if most is None:
-        return [list(range(len(slots)))]
-    out: list[list[int]] = [[]]
-    size = 0
-    for i in reversed(range(len(slots))):
-        nbytes = slots[i].param.nbytes
-        if out[-1] and size + nbytes > most:
-            out.append([])
-            size = 0
-        out[-1].append(i)
-        size += nbytes
-    return out

@@ -17,7 +17,7 @@ from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
 
-__all__ = ["Reduction", "reduction_plan"]
+__all__ = ["Reduction", "buckets_of", "reduction_plan"]
 
 
 def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
@@ -155,3 +155,19 @@ def _flat(rank: int, *blocks: Tensor) -> Tensor:
 def _parts(rank: int, flat: Tensor, *blocks: Tensor) -> list[Tensor]:
     parts = flat.split([b.numel() for b in blocks])
     return [part.view(b.shape) for part, b in zip(parts, blocks, strict=True)]
+
+
+def buckets_of(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
+    """The slots in one bucket; or from the last to the first, in buckets of up to so many bytes."""
+    if most is None:
+        return [list(range(len(slots)))]
+    out: list[list[int]] = [[]]
+    size = 0
+    for i in reversed(range(len(slots))):
+        nbytes = slots[i].param.nbytes
+        if out[-1] and size + nbytes > most:
+            out.append([])
+            size = 0
+        out[-1].append(i)
+        size += nbytes
+    return out
