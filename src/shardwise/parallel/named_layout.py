@@ -60,7 +60,8 @@ def features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> i
 
 def _config_of(module: nn.Module | None) -> Any:
     """The configuration that Hugging Face's attention modules have; that of their own layer, where layers differ."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
     if getattr(config, "is_heterogeneous", False):
         return config.per_layer_config[layer] if isinstance(layer, int) else None
     return config
