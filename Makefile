@@ -37,15 +37,15 @@ test-deep: $(DEV)  ## the same with many more drawn examples
 
 # The sources come from PYTHONPATH, so that the environment belongs to no checkout. Only pyenv reads PYENV_VERSION: its python3.12
 # otherwise runs only where 3.12 is the selected version.
-$(TORCH_ENV)/.ready: requirements.txt requirements-dev.txt
+$(TORCH_ENV)/.ready: requirements.txt requirements-dev.txt requirements-clients.txt
 	PYENV_VERSION=$(patsubst python%,%,$(notdir $(PYTHON))) $(PYTHON) -m venv $(TORCH_ENV)
-	{ echo torch==$(TORCH); grep -hvE '^(torch==|-r )' requirements.txt requirements-dev.txt; } > $(TORCH_ENV)/requirements.txt
+	{ echo torch==$(TORCH); grep -hvE '^(torch==|-r )' requirements.txt requirements-dev.txt requirements-clients.txt; } > $(TORCH_ENV)/requirements.txt
 	$(TORCH_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH_ENV)/requirements.txt
 	@touch $@
 
 test-torch: $(TORCH_ENV)/.ready  ## run the tests on another torch and Python: TORCH=2.15.0 PYTHON=python3.12 TESTS=tests/comm
 	@$(TORCH_ENV)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version)'
-	PYTHONPATH=$(CURDIR)/src $(TORCH_ENV)/bin/python -m pytest $(TESTS)
+	PYTHONPATH=$(CURDIR)/src $(TORCH_ENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 lint: $(DEV)  ## format check, lint, types, and who may import whom
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ import ast
 import random
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -85,12 +86,18 @@ def batch_of(text: Tensor, step: int, size: int, length: int) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: str, count: int, temperature: float = 0.6) -> str:
-    """Continue a text byte by byte."""
+def generate(
+    model: LanguageModel,
+    prompt: str,
+    count: int,
+    predict: Callable[[Tensor], Tensor] | None = None,
+    temperature: float = 0.6,
+) -> str:
+    """Continue a text byte by byte; `predict` computes the logits, if the model itself does not."""
     text = torch.tensor([list(prompt.encode())])
     draw = random.Random(0)
     for _ in range(count):
-        logits = model(text[:, -model.length :])[0, -1]
+        logits = (predict or model)(text[:, -model.length :])[0, -1]
         cumulated = (logits / temperature).softmax(-1).double().cumsum(0)
         chosen = torch.searchsorted(cumulated, draw.random() * cumulated[-1])
         text = torch.cat([text, chosen.view(1, 1)], 1)

@@ -24,7 +24,7 @@ import shardwise as sw
 from examples.language_model import LanguageModel, batch_of, documentation, generate
 from examples.training_report import LossBar, console, plot, size
 from shardwise.comm import counting
-from shardwise.parallel import parallelize_module
+from shardwise.parallel import DataParallelMeshDims, fully_shard, parallelize_module
 
 PLAN = {
     "embed": "embedding_rowwise",
@@ -36,7 +36,7 @@ PLAN = {
     "norm": "sequence_parallel",
     "head": "colwise",
 }
-"""Tensor and sequence parallelism over the axis `tp`; the batch is split over the axis `dp`."""
+"""Tensor and sequence parallelism over the axis `tp`; the batch and what is stored are split over the axis `dp`."""
 
 BATCH, LENGTH, SEED, PROMPT = 16, 96, 2026, "Return the "
 
@@ -61,14 +61,37 @@ def train(steps: int, shape: tuple[int, ...], title: str, characters: int = 80) 
             model = LanguageModel(length=LENGTH)
         if mesh is not None:
             parallelize_module(model, mesh, PLAN)
+            shard_over_data(model, mesh)
         sw.materialize(model)
         with counting() as ledger, LossBar(title, steps, mesh is None or dist.get_rank() == 0) as bar:
             run = fit(model, mesh, steps, bar, lambda: float(ledger.bytes))
         for entry in ledger.entries:
             run.sent[entry.step] += int(entry.bytes)
         model.eval()
-        run.sample = generate(model, PROMPT, characters)
+        if mesh is not None:
+            model.set_reshard_after_forward(False)  # gather the weights once for all characters
+        run.sample = generate(model, PROMPT, characters, lambda text: whole(model(everywhere(text, mesh))))
     return run
+
+
+def shard_over_data(model: LanguageModel, mesh: sw.DeviceMesh) -> None:
+    """Split what is left of the weights over `dp`, too; each block is gathered while it computes."""
+    data = DataParallelMeshDims(shard="dp")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, dp_mesh_dims=data)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=data)
+
+
+def everywhere(t: Tensor, mesh: sw.DeviceMesh | None) -> Tensor:
+    """The same tensor on every rank."""
+    if mesh is None:
+        return t
+    return sw.distribute_tensor(t, mesh, [sw.Replicate(), sw.Replicate()], src_data_rank=None)
+
+
+def whole(t: Tensor) -> Tensor:
+    """The value of a tensor."""
+    return t.full_tensor() if isinstance(t, sw.DTensor) else t
 
 
 def fit(
@@ -117,9 +140,9 @@ def main() -> None:
         count = sum(p.numel() for p in LanguageModel(length=LENGTH).parameters())
         out.print(
             f"A language model with {count / 1e6:.1f} M parameters learns Python's documentation on 4\n"
-            "processes, a mesh of dp=2 and tp=2. The batch is split over dp; heads, MLP and\n"
-            "vocabulary are split over tp, and between them the sequence. Then one process\n"
-            "does the same.\n"
+            "processes, a mesh of dp=2 and tp=2. Heads, MLP and vocabulary are split over tp,\n"
+            "and between them the sequence; the batch and all weights are split over dp, and\n"
+            "blocks are gathered while they compute. Then one process does the same.\n"
         )
     ranks = sw.launch(train, 4, steps, (2, 2), "4 processes")
     if is_first:

@@ -48,7 +48,7 @@ ADDED = {
 
 
 DATA_PARALLEL = set(
-    """CPUOffloadPolicy DataParallelMeshDims Explanation FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle explain
+    """CPUOffloadPolicy DataParallelMeshDims Explanation FSDPModule MixedPrecisionPolicy OffloadPolicy OwnerOptimizer UnshardHandle check_ranks explain
     fully_shard register_fsdp_forward_method replicate share_comm_ctx zero""".split()
 )
 """Names of `shardwise.parallel` that torch has in `torch.distributed.fsdp`, or not at all."""

@@ -13,6 +13,7 @@ from tests.clients.float64 import Float64
 from tests.clients.on_processes import greatest_differences, unequal_adapters
 from tests.clients.sweep import sweep_configuration
 from tests.clients.training import compare, difference, distribute_batch, on_mesh, train
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
@@ -55,6 +56,24 @@ def test_experts_are_split_by_the_expert_parallel_plan(name: str, mesh: Mapping[
     assert not found.beyond(TOLERANCE)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_tokens_travel_to_experts_and_weights_stay(implementation: str):
+    family = FAMILIES["Mixtral"]
+    model, batch = family.model(), family.batches()[0]
+    model.config._experts_implementation = implementation
+    layers, experts = (
+        model.config.num_hidden_layers,
+        sum(p.nbytes for p in model.parameters() if p.dim() == 3),
+    )
+    with Float64(), on_mesh((2,), ("tp",)) as mesh:
+        parallelize_module(model, mesh, {**family.plan_of(model), **model.ep_plan})
+        with CommDebugMode() as comm:
+            model(**batch)
+    # the embedding, attention and experts of each layer, and the logits
+    assert [e.step for e in comm.ledger.entries] == ["all-reduce"] * (1 + 2 * layers) + ["all-gather"]
+    assert comm.get_total_bytes() < experts / 4
+
+
 @pytest.mark.parametrize(
     "name", [n for n, f in FAMILIES.items() if f.generates and (DEEP or n in ("Llama", "T5"))]
 )
@@ -93,12 +112,18 @@ def test_sampling_draws_the_tokens_of_one_device():
     assert torch.equal(got, want)
 
 
-def test_a_llama_takes_the_collectives_of_megatron():
-    family = FAMILIES["Llama"]
-    model, batch = family.model(), family.batches()[0]
-    layers = model.config.num_hidden_layers
-    with Float64(), on_mesh((2,), ("tp",)) as mesh:
-        parallelize_module(model, mesh, family.plan_of(model))
+@pytest.mark.parametrize(("heads", "keys", "ranks"), [(4, 2, 2), (6, 3, 2), (10, 5, 3), (5, 5, 3)])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_llama_takes_the_collectives_of_megatron(heads: int, keys: int, ranks: int, attention: str):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 4 * heads, "intermediate_size": 24, "vocab_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=keys)
+    config._attn_implementation = attention
+    model, layers = LlamaForCausalLM(config).double(), config.num_hidden_layers
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with Float64(), on_mesh((ranks,), ("tp",)) as mesh:
+        parallelize_module(model, mesh, model.tp_plan)
         with CommDebugMode() as forward:
             loss = model(**batch).loss
         with CommDebugMode() as backward:

@@ -291,16 +291,20 @@ class Drawing:
             return None
         same = [m for m, t in self.pool() if t.dtype is x.dtype and m != name and "[" not in m]
         if x.requires_grad or any(t.requires_grad for _, t in self.pool() if _same_storage(t, x)):
-            # torch computes the gradients of views of a tensor whose shape has changed for plain tensors only
             tensors = dict(self.pool())
             same = [m for m in same if tensors[m].shape == x.shape and not tensors[m].is_inference()]
+            if rng.random() < 0.5 and not _is_leaf(x):
+                self.roots.discard(name)
+                dims = ["t_()", "transpose_(0, 1)", "swapdims_(-1, 0)"] if n == 2 else []
+                return f"{name}.{rng.choice([*dims, f'unsqueeze_({rng.randrange(n + 1)})', 'squeeze_()'])}"
             return (
                 f"{name}.data = {rng.choice(same)}.detach()"
                 if same and x.requires_grad and not x._is_view()
                 else None
             )
+        was_reshaped = name in self.reshaped
         self.roots.discard(name)
-        self.reshaped.add(name)  # from now on without grad, for the same reason
+        self.reshaped.add(name)  # views of what it was would no longer get a gradient
         out = [
             f"{name}.unsqueeze_({rng.randrange(n + 1)})",
             f"{name}.squeeze_()",
@@ -321,9 +325,12 @@ class Drawing:
             if x.is_inference() == source.is_inference() and not lazy:
                 out.append(f"{name}.set_({other}.detach())")
             swapped = x, dict(self.pool())[other]
-            # torch itself keeps a view of a view alive, if it is not a plain tensor
-            if not swapped[1].requires_grad and not any(
-                t._is_view() and _shares_any(self.pool(), t) for t in swapped
+            # torch itself keeps a view of a view alive, if it is not a plain tensor; and views keep what was reshaped
+            if (
+                not swapped[1].requires_grad
+                and not any(t._is_view() and _shares_any(self.pool(), t) for t in swapped)
+                and not was_reshaped
+                and not any(t is s for m, t in self.pool() for s in swapped if m in self.reshaped - {name})
             ):
                 self.roots.discard(other)
                 self.reshaped.add(other)
@@ -354,6 +361,13 @@ class Drawing:
     def forget(self) -> str | None:
         names = sorted({n.partition("[")[0] for n, _ in self.pool()})
         return f"del {self.rng.choice(names)}" if len(names) > 3 else None
+
+
+def _is_leaf(x: Tensor) -> bool:
+    try:
+        return x.is_leaf
+    except RuntimeError:  # a view that autograd does not allow to be used any more
+        return True
 
 
 def _name_of(dtype: torch.dtype) -> str:

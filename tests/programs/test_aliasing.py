@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -221,6 +222,63 @@ PROGRAMS_OF_THE_ISSUE |= {
     )
 }  # fmt: skip
 PROGRAMS_OF_THE_ISSUE |= {
+    f"gradients of views after {op}": f"""
+        x = make((4, 4), L, grad=True)
+        y, z = x * 1, (x * 2)[1:3, 1:3]
+        v, c, w = y[0], y[:, 1], z[1]
+        {op}
+        u = y[0]
+        check()
+        c.mul_(3)
+        y.mul_(y.detach())
+        (v * v).sum().backward()
+        (y * y * u.sum() * w.sum()).sum().backward()"""
+    for op in (
+        "y.t_(), z.t_()", "y.transpose_(0, 1), z.swapaxes_(1, 0)", "y.unsqueeze_(0), z.unsqueeze_(-1)",
+        "y.squeeze_(), z.swapdims_(0, -1)", "y.as_strided_((4, 4), (1, 4)), torch.as_strided_(z, (2, 2), (1, 4))",
+    )
+} | {
+    "a tensor without grad changes its shape": """
+        x = make((5, 4), L)
+        g = make((4,), R, grad=True)
+        v = x[0]
+        x.t_()
+        v.mul_(g)
+        x.sum().backward()
+        y = make((5, 4), L, seed=3)
+        w = y[0]
+        with torch.inference_mode(): y.swapdims_(0, 1)
+        y.requires_grad_()
+        check()
+        (y * y).sum().backward()
+        y.detach_()
+        y.add_(1)
+        z = deepcopy(y)""",
+    "strides that reach beyond a view": """
+        x = make((4, 4), L)
+        v = x[1:, :2]
+        w = v.as_strided((6,), (1,))
+        z = torch.as_strided(x[1:], (2, 2), (1, 2), 1)
+        w.add_(1)
+        z.mul_(2)""",
+    "swapped views": """
+        x = make((5, 4), L)
+        a, b = x[0], x[:, 1]
+        torch.utils.swap_tensors(a, b)
+        x.add_(1)
+        a.mul_(2)
+        b.mul_(3)""",
+    "fills of views of expanded views": """
+        x = make((5,), L0, "int64")
+        y = x[0::2].expand(2, 3).permute(0, 1)
+        y.fill_(-1)
+        t = make((2, 2), L).expand(2, 2, 2).select(2, 1)[1:]
+        t[0] += 1
+        z = make((1, 4), L, "complex128")
+        i = z.conj().imag.unfold(0, 1, 1)[:, 2]
+        i.add_(3)""",
+}  # fmt: skip
+PROGRAMS_OF_THE_ISSUE |= {
     f"overlap: {line}": f"x = make((4, 4), L)\n i = make((4, 4), L, 'int64').abs() % 4\n {line}"
     for line in (
         "x.scatter_(0, i, x)", "x.scatter_add_(0, i, x)", "i.scatter_(0, i, 1)", "i.index_fill_(0, i[0], 3)",
@@ -240,15 +298,37 @@ def test_programs_of_the_issue(sizes):
     with simulated_mesh(sizes) as mesh:
         for text in PROGRAMS_OF_THE_ISSUE.values():
             for layout in layouts:
-                values = {"L": repr(layout), "R": repr(" ".join("R" for _ in sizes))}
+                values = {
+                    "L": repr(layout),
+                    "R": repr(" ".join("R" for _ in sizes)),
+                    "L0": repr(layout.replace("1", "0")),
+                }
                 lines = [line.strip() for line in text.strip().split("\n")]
                 check([_with_layouts(line, values) for line in lines], mesh)
 
 
 def _with_layouts(line, values):
     for name, value in values.items():
-        line = line.replace(f"), {name}", f"), {value}")
+        line = re.sub(rf"\), {name}\b", f"), {value}", line)
     return line
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "y = x * 1; v = y[0]; y.retain_grad(); y.t_()",
+        "v = x[0]; exec('with torch.no_grad(): x.t_()', {'torch': torch, 'x': x})",
+        "y = x.detach().clone(); v = y[0]; y.t_(); y.requires_grad_(); v.sum().backward()",
+    ],
+)
+def test_gradients_that_cannot_follow_are_refused(lines):
+    with simulated_mesh((2,)) as mesh:
+        names = {
+            "torch": torch,
+            "x": sw.distribute_tensor(torch.ones(4, 4), mesh, [sw.Shard(0)]).requires_grad_(),
+        }
+        with pytest.raises(RuntimeError, match="  fix: "):
+            exec(lines, names)
 
 
 def run_on_processes(seeds, steps):

@@ -20,7 +20,7 @@ from shardwise.call.overlap import check_overlap
 from shardwise.call.schema import OpInfo, op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
 from shardwise.call.view_mode import mode_of_view
-from shardwise.call.view_scatter import COMPUTED, scatter_of
+from shardwise.call.view_scatter import COMPUTED, on_memory, scatter_of
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
@@ -74,7 +74,7 @@ class ViewSource:
         """Take the block of a result of `func`."""
         source = result._source
         if source is not None:
-            self.kind = source.kind
+            self.kind = self._kind_of(source)
         self.block = result._local_tensor if source is None else source.block
         if self.kind == "moved":
             # views of this view have the strides that those of its strides have
@@ -82,13 +82,21 @@ class ViewSource:
             self.block = map_ranks(in_order, self.block, order)
         self.seen = self.memory.state(self.roots)
 
+    def _kind_of(self, source: ViewSource) -> Kind:
+        """How a result of `func` was computed; torch may have run several view ops for it."""
+        kinds = {source.kind}
+        while (above := source.base._source) is not None and above is not self.base._source:
+            source = above
+            kinds.add(source.kind)
+        return "moved" if "moved" in kinds else "copied" if "copied" in kinds else "shared"
+
     def read(self) -> Tensor:
         """The block, computed anew if the base was written to."""
         if not self.is_held and (self.seen is None or self.seen != self.memory.state(self.roots)):
             with torch.no_grad():
                 result = self.func(self.base, *self.args, **self.kwargs)
             result = result if self.number is None else result[self.number]
-            self.kind = "shared" if result._source is None else result._source.kind
+            self.kind = "shared" if result._source is None else self._kind_of(result._source)
             # under another cost model the result may have another layout
             self.set_block(to_layout(self.func, result, self.spec.layout))
         return self.block
@@ -99,7 +107,8 @@ class ViewSource:
         value = DTensor(self.block, self.spec)
         # the view is written already: refusing to communicate now would leave view and base different
         with torch.no_grad(), override_settings(implicit="allow"):
-            if base._source is not None and base._source.overlaps:
+            above = base._source
+            if above is not None and (above.overlaps or may_overlap(base.shape, base.stride())):
                 self._write_to_root(value)
                 return
             block = base._local_tensor
@@ -149,8 +158,10 @@ class ViewSource:
         full = gather(self.func, root)
         view = full
         for source in reversed(chain):
-            view = map_ranks(source.func, view, *source.args, **source.kwargs)
+            view = map_ranks(on_memory(source.func), view, *source.args, **source.kwargs)
             view = view if source.number is None else view[source.number]
+        if self.lazy_bits()[1]:
+            view = map_ranks(aten._neg_view.default, view)
         map_ranks(copy_into, view, gather(self.func, value))
         write_back(self.func, root, full)
         note_write(self.roots[0])
@@ -319,7 +330,7 @@ def rebuild_view(
         source.set_block(result if number is None else result[number])
     else:
         source.set_block(DTensor(block, spec))
-    return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
+    return _view_of(source, spec).requires_grad_(requires_grad)  # type: ignore[no-any-return]
 
 
 torch.serialization.add_safe_globals([rebuild_view])  # it runs an op by name on tensors that were loaded
@@ -357,9 +368,7 @@ def _view_of(source: ViewSource, spec: Spec) -> MovedView:
 
 def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
     """The arguments of an op over lists for one element after the other; none for other ops."""
-    if not info.arguments[0].type.startswith("List"):
-        return []
-    if len(args[0]) < 2:
+    if not info.arguments[0].type.startswith("List") or len(args[0]) < 2:
         return []
     lists = [
         isinstance(a, list | tuple) or arg.name == "scalars"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.op_call import OpCall
+from shardwise.call.view_scatter import COMPUTED
 from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank
 from shardwise.layout import LayoutError
@@ -110,6 +111,8 @@ def _on(whole: Tensor, x: DTensor) -> Tensor:
     source = x._source
     if source is None:
         return whole
+    if source.func in COMPUTED:
+        return _on(whole, source.base)  # the same memory
     out = source.func(_on(whole, source.base), *source.args, **source.kwargs)
     return out if source.number is None else out[source.number]  # type: ignore[no-any-return]
 

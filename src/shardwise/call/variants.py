@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
+from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import decomposition_of
 
 __all__ = ["program_for", "writing_variant"]
@@ -62,7 +63,9 @@ _FILLS = frozenset({"aten::fill_", "aten::zero_"})
 
 
 def _once(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """An expanded target and its value without the repeated elements."""
+    """An expanded target and its value without the repeated elements, unless its blocks repeat none."""
+    if isinstance(target, DTensor) and target._source is not None and target._source.kind == "moved":
+        return target, value
     for d, (step, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if step == 0 and size > 1:
             target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)

@@ -11,12 +11,24 @@ from shardwise.call.schema import op_info
 from shardwise.call.strides import may_overlap
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["COMPUTED", "scatter_of"]
+__all__ = ["COMPUTED", "on_memory", "scatter_of"]
 
 aten = torch.ops.aten
 
 COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 """View ops whose blocks are computed, since a DTensor has no conjugate or negative bit, and what computes the base again."""
+
+
+def on_memory(func: Any) -> Any:
+    """A view op on a plain tensor, such that the result shares its memory.
+
+    `imag` of a conjugate views real and imaginary parts, and then negates.
+    """
+    if func is aten._neg_view.default:
+        return aten.alias.default
+    if func is aten.view_as_real.default:
+        return lambda x: torch.view_as_real(x.conj() if x.is_conj() else x)
+    return func
 
 
 def scatter_of(

@@ -155,6 +155,10 @@ class Boxes(NamedTuple):
 
         return copy
 
+    def are_in_order(self) -> bool:
+        """Whether the boxes one after the other are the block, each part of it once."""
+        return sum(self.counts) == math.prod(self.lengths) and self._are_in_order(self._runs())
+
     def repeated(self, times: int) -> Boxes:
         """The boxes of a block whose elements are this many numbers each, such as bytes."""
         if times == 1:

@@ -96,8 +96,15 @@ class _Chunks(NamedTuple):
     boxes: tuple[Boxes, ...]
     sizes: tuple[int, ...]  # of the chunk of each peer
     regions: tuple[_Region, ...]
+    rows: tuple[
+        int, ...
+    ]  # if blocks are equal boxes in peer order, the elements of a box of each block; otherwise empty
 
     def pack(self, blocks: _Blocks) -> Tensor:
+        if self.rows:  # the chunks are the rows of a matrix, in which each block is some columns
+            peers = len(self.sizes)
+            parts = [block.view(peers, row) for block, row in zip(blocks, self.rows, strict=True)]
+            return torch.cat(parts, 1).view(-1) if len(parts) > 1 else parts[0].reshape(-1).clone()
         buffer = blocks[0].new_empty(sum(self.sizes))
         for region in self.regions:
             part = self.boxes[region.tensor].stack(blocks[region.tensor], region.run)
@@ -106,6 +113,11 @@ class _Chunks(NamedTuple):
 
     def unpack(self, buffer: Tensor, blocks: _Blocks) -> None:
         """Fill contiguous blocks from the buffer."""
+        if self.rows and type(buffer) is Tensor:
+            peers = len(self.sizes)
+            parts = [block.view(peers, row) for block, row in zip(blocks, self.rows, strict=True)]
+            torch.split_with_sizes_copy(buffer.view(peers, -1), self.rows, 1, out=parts)
+            return
         for region in self.regions:
             part = self.boxes[region.tensor].stack(blocks[region.tensor], region.run)
             part.copy_(region.of_buffer(buffer))
@@ -119,7 +131,8 @@ def _chunks(boxes: Sequence[Boxes]) -> _Chunks:
         before = [sum(b.counts[p] for b in boxes[:index]) for p in range(len(sizes))]
         offsets = [start + skipped for start, skipped in zip(starts, before, strict=True)]
         regions += [_Region(index, run, first, stride) for run, first, stride in _runs(some, offsets)]
-    return _Chunks(tuple(boxes), sizes, tuple(regions))
+    even = all(len(set(b.counts)) == 1 and b.are_in_order() for b in boxes) and all(sizes)
+    return _Chunks(tuple(boxes), sizes, tuple(regions), tuple(b.counts[0] for b in boxes) if even else ())
 
 
 def _runs(boxes: Boxes, offsets: Sequence[int]) -> Iterator[tuple[Run, int, int]]:
@@ -150,6 +163,11 @@ class _Results(NamedTuple):
     size: int
 
     def of(self, buffer: Tensor) -> list[Tensor]:
+        dtype = self.dtypes[0]
+        if all(other is dtype for other in self.dtypes):
+            typed = buffer if buffer.dtype is dtype else buffer.view(dtype)
+            parts = typed.split([math.prod(shape) for shape in self.shapes])
+            return [part.view(shape).data for part, shape in zip(parts, self.shapes, strict=True)]
         out = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             count = math.prod(shape) * (dtype.itemsize // buffer.itemsize)
@@ -189,6 +207,8 @@ def _move(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> Groupe
     results, coming = _results(step, me, dtypes, unit), _chunks(arriving)
 
     def unpack(received: Tensor, blocks: _Blocks) -> list[Tensor]:
+        if len(dtypes) == 1 and coming.rows:  # it arrives in the order of the block
+            return results.of(received)
         found = results.of(received.new_empty(results.size))
         coming.unpack(received, [_words(b, word) for b in found])
         return found

@@ -10,7 +10,8 @@ import torch
 
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.dispatcher import tracking_views, without_dispatch
+from shardwise.torch_internals.dispatcher import records_views, tracking_views, without_dispatch
+from shardwise.torch_internals.subclass import bump_versions
 
 __all__ = ["run_inplace_view"]
 
@@ -29,6 +30,8 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         else:
             result = op_info(func).out_of_place(*args, **kwargs)
     x._adopt(result)
+    if not records_views(func):  # a composite op, which inference mode passes on whole
+        bump_versions([x])
     with without_dispatch():
         func(*args, **kwargs)  # changes the sizes and strides of the wrapper
     return x

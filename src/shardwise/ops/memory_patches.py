@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.patches import KernelPatch, beneath_patches
+from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches
 
 __all__ = ["memory_patches"]
 
 aten = torch.ops.aten
 
 
-def memory_patches() -> list[KernelPatch]:
+def memory_patches() -> list[KernelPatch | PythonPatch]:
     """The patches of these ops."""
     return [
+        PythonPatch(
+            (torch.utils, "swap_tensors"),
+            _swap_tensors,
+            "torch reads the block of a view that had to move, where what it is a view of must be exchanged",
+        ),
         KernelPatch(
             aten.fill_diagonal_.default,
             _fill_diagonal,
@@ -37,6 +42,20 @@ def memory_patches() -> list[KernelPatch]:
             )
         ),
     ]
+
+
+def _swap_tensors(original: Any, t1: Any, t2: Any) -> None:
+    views = [x for x in (t1, t2) if isinstance(x, DTensor) and x._source is not None]
+    if not views or not (isinstance(t1, DTensor) and isinstance(t2, DTensor)):
+        return original(t1, t2)  # type: ignore[no-any-return]
+    classes = t1.__class__, t2.__class__
+    try:
+        for x in views:
+            x.__class__ = DTensor  # whose slot is what it is
+        original(t1, t2)
+        classes = classes[1], classes[0]
+    finally:
+        t1.__class__, t2.__class__ = classes
 
 
 def _is_lazy(x: Any, view: Any) -> bool:

@@ -7,6 +7,7 @@ True
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ def _refusing(name: str, fix: str) -> Any:
     return run
 
 
+def _as_method(name: str) -> Any:
+    """A function of torch as the method of the same name, if its tensor is a DTensor."""
+
+    def run(original: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        return (getattr(input, name) if isinstance(input, DTensor) else partial(original, input))(
+            *args, **kwargs
+        )
+
+    return run
+
+
 def _is_lazy(args: Any, kwargs: Any) -> bool:
     x = args[0]
     return isinstance(x, DTensor) and x._source is not None and (x.is_conj() or x.is_neg())
@@ -86,6 +98,12 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
         PythonPatch(target, _refusing(name, fix), "torch reads memory that a DTensor does not have")
         for name, fix in READ_MEMORY.items()
         for target in python_functions([name])
+    ),
+    *(
+        PythonPatch(target, _as_method(target[1]), "as a method, which is DTensor's own")
+        for target in python_functions(
+            f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_")
+        )
     ),
     *dropout_patches(),
     *index_patches(),

@@ -18,6 +18,7 @@ from shardwise.parallel.data import (
 )
 from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
 from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.owner_optimizer import OwnerOptimizer
 from shardwise.parallel.parallelize import parallelize_module
 from shardwise.parallel.plan import PlanError
 from shardwise.parallel.style import (
@@ -38,6 +39,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OwnerOptimizer",
     "ParallelStyle",
     "PlanError",
     "PrepareModuleInput",

@@ -34,6 +34,7 @@ class Boundary:
         inputs: "gather": replicated, and their gradients reduced; "sequence": split along dim 1; "keep": as they come.
         outputs: "reduce": pending sums are reduced, or scattered if `scatter`; "gather": replicated; "sequence", "keep".
         scatter: sequence parallelism: outputs are scattered along dim 1 instead of being reduced on each rank.
+        experts: the axis splits the experts of the module, to which tokens are routed.
     """
 
     mesh: DeviceMesh
@@ -41,6 +42,7 @@ class Boundary:
     inputs: Inputs = "keep"
     outputs: Outputs = "keep"
     scatter: bool = False
+    experts: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         return self  # a copy of a module is on the same mesh

@@ -16,6 +16,7 @@ from torch.backends import mha
 from shardwise.comm import PerRank, is_simulated
 from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, sharing_inputs
+from shardwise.parallel.experts import run_experts
 from shardwise.parallel.gradients import watch_gradients
 from shardwise.parallel.plain import differentiable_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
@@ -67,6 +68,8 @@ def _wrapped(original: Callable[..., Any], boundary: Boundary | None, plain: boo
             return _from_outside(method, self, boundary, plain, args, kwargs)
         if boundary is None:
             return original(self, *args, **kwargs)
+        if boundary.experts:
+            return run_experts(original, self, boundary, args, kwargs)
         args, kwargs = boundary.enter(args, kwargs)
         return boundary.leave(original(self, *args, **kwargs))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from shardwise.layout import Axes, Factor, Layout, LayoutError
@@ -39,16 +41,27 @@ def named_layout(
 def features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> int:
     """The number of adjacent features in a projection of an attention module that belong on one rank.
 
-    A head, so that views by heads send nothing however many heads there are. If a rank would be left without heads, or if
-    ranks would have different numbers of keys that several queries share, attention is gathered, and features are
-    split evenly.
+    A head, so that views by heads send nothing however many heads there are; if several queries share a key and ranks have
+    different numbers of keys, all heads that share one. If a rank would be left without heads, or without keys of its own,
+    features are split evenly, and attention gathers what it needs.
     """
     head = getattr(parent, "head_dim", None)
     if not isinstance(head, int) or head < 1 or size % head:
         return 1
-    config = getattr(parent, "config", None)
+    config = _config_of(parent)
     heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    if isinstance(keys, int) and keys != heads and keys % ranks:
-        return 1
+    if isinstance(heads, int) and isinstance(keys, int) and keys != heads and keys % ranks:
+        if heads % keys or size not in (heads * head, keys * head):
+            return 1
+        head = size // keys
     count = size // head
     return head if -(-count // ranks) * (ranks - 1) < count else 1
+
+
+def _config_of(module: nn.Module | None) -> Any:
+    """The configuration that Hugging Face's attention modules have; that of their own layer, where layers differ."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[layer] if isinstance(layer, int) else None
+    return config

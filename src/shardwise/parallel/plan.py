@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwise.comm import axes_of
 from shardwise.layout import Layout, LayoutError
 from shardwise.parallel.attention import attention_layouts
 from shardwise.parallel.boundary import Boundary
+from shardwise.parallel.experts import holds_experts
 from shardwise.parallel.keys import matching, near_misses, plan_names
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
@@ -110,6 +111,7 @@ class _Reading:
                     self._apply(key, name, text, of_parameters)
         self._check_ties()
         self._bound_owners()
+        self._mark_experts()
 
     def _is_known(self, key: Any, text: Any) -> bool:
         if not isinstance(key, str) or not isinstance(text, str):
@@ -199,6 +201,17 @@ class _Reading:
                 owner = self.slots[name].path
                 boundary = Boundary(self.mesh, self.axis, "gather", "reduce", self.scatter)
                 self.resolved.boundaries.setdefault(owner, boundary)
+
+    def _mark_experts(self) -> None:
+        """Modules whose experts the axis splits route tokens to them."""
+        for name, boundary in self.resolved.boundaries.items():
+            module = self.modules[name]
+            own = {n: f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)}
+            layouts = {
+                n: self.resolved.layouts[full] for n, full in own.items() if full in self.resolved.layouts
+            }
+            if len(layouts) == len(own) and holds_experts(module, layouts, self.axis):
+                self.resolved.boundaries[name] = replace(boundary, experts=True)
 
 
 def declared_entries(module: nn.Module) -> set[tuple[str, Any]]:

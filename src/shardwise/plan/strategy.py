@@ -346,19 +346,27 @@ def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[in
 
 
 def _of_size(dim: Dim, size: int, axes: Axes) -> Dim:
-    """How a letter is split in a dim of another size, such as that of fewer key heads: only evenly."""
+    """How a letter is split in a dim of another size, such as that of fewer key heads: into the same shares on each rank."""
     full = math.prod(f.size for f in dim)
     if full == size:
         return dim
-    on = dim[0].axes
-    parts = math.prod(axes.sizes[a] for a in on)
+    first, parts = dim[0], math.prod(axes.sizes[a] for a in dim[0].axes)
+    if 0 not in (full, size) and not any(f.axes for f in dim[1:]):
+        rest, group = full // first.size, full // size
+        if size % full == 0:
+            return (first, Factor(rest * (size // full)))
+        if full % size == 0 and rest % group == 0:
+            return (first, Factor(rest // group))
+        smaller = Factor(size, first.axes)
+        if full % size == 0 and Layout(axes, [dim], {}) is Layout(axes, [(smaller, Factor(group))], {}):
+            return (smaller,)
     if len(dim) > 1 or full % parts or size % parts:
         raise LayoutError(
             f"Dims of sizes {full} and {size} have one letter.",
-            why=f"They are not both split into {parts} equal blocks.",
+            why="The blocks of a rank would be different shares of them.",
             fix="Split them by axes whose sizes divide both.",
         )
-    return (Factor(size, on),)
+    return (Factor(size, first.axes),)
 
 
 def choose_view(layout: Layout, shape: Sequence[int], itemsize: int) -> Choice:

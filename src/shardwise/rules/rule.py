@@ -31,7 +31,8 @@ class Place:
 class Rule:
     """A row applied to a call: a letter for each dim of each tensor, None for a dim that must not be split.
 
-    An axis that splits a letter splits it in every tensor; where dims of several sizes share it, only evenly.
+    An axis that splits a letter splits it in every tensor; where dims of several sizes share it, each rank has
+    the same share of all of them.
 
     - `reduced`: how partial values are reduced if a letter is split that an output lacks; that output is then pending.
     - `linear`: groups of inputs; a pending sum passes through if all inputs of a group are pending.

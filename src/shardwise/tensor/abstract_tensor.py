@@ -38,6 +38,7 @@ class AbstractTensor(DTensor):
     """A DTensor that has a spec and no data."""
 
     __slots__ = ()
+    _can_change_places = False
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

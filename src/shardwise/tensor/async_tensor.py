@@ -20,6 +20,7 @@ class AsyncDTensor(DTensor):
 
     _pending: Pending | None
     __slots__ = ("_pending",)
+    _can_change_places = False  # it has a slot that other DTensors have not
 
     @staticmethod
     def __new__(cls, block: Tensor | Pending, spec: Spec, *, requires_grad: bool = False) -> AsyncDTensor:

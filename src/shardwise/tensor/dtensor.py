@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.python_values import PythonMethods
-from shardwise.torch_internals.subclass import disabled_torch_function, is_parameter, new_dtensor
+from shardwise.tensor.shape_methods import ShapeMethods
+from shardwise.torch_internals.subclass import (
+    change_places,
+    disabled_torch_function,
+    is_parameter,
+    new_dtensor,
+)
 
 __all__ = ["DTensor", "Implementation", "copy_block", "implementation", "is_simulated_tensor", "local_slot"]
 
@@ -44,7 +50,7 @@ def _is_simple(index: Any) -> bool:
     return _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES
 
 
-class DTensor(PythonMethods, torch.Tensor):
+class DTensor(PythonMethods, ShapeMethods, torch.Tensor):
     """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw
@@ -116,6 +122,17 @@ class DTensor(PythonMethods, torch.Tensor):
             self.__class__ = type(other)
             self._local_tensor = other._source
         self._spec = other._spec
+
+    def _become(self, new: DTensor, is_write: bool = True) -> DTensor:
+        """Be another tensor, which becomes what this one was: the base of its views, for autograd."""
+        block, other = local_slot.__get__(self), local_slot.__get__(new)
+        cls, spec = self.__class__, self._spec
+        change_places(self, new, is_write)
+        self.__class__, new.__class__ = new.__class__, cls
+        local_slot.__set__(self, other)
+        local_slot.__set__(new, block)
+        self._spec, new._spec = new._spec, spec
+        return self
 
     @staticmethod
     def from_local(

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Pending, check_reducible, cut_sparse, on_mesh
 from shardwise.comm.run import run, start
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import (
     Layout,
     LayoutError,
@@ -128,7 +129,16 @@ def to_layout(x: DTensor, target: Layout) -> DTensor:
         return x
     plan = plan_redistribute(spec.layout, target, spec.dtype.itemsize)
     local = run(plan, x._local_tensor, spec.mesh)
-    return new_dtensor(DTensor, local, spec.with_layout(target, contiguous_stride(target.shape)), False)  # type: ignore[no-any-return]
+    return new_dtensor(DTensor, local, _moved_spec(spec, target, spec.dtype, spec.units), False)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def _moved_spec(spec: Spec, target: Layout, dtype: torch.dtype, units: UnitPlacements) -> Spec:
+    """The spec of a tensor after it moved. Cached, because specs are interned only while something refers to them."""
+    return Spec(spec.mesh, target, dtype, spec.shape, contiguous_stride(target.shape), units)
+
+
+at_simulation_end(_moved_spec.cache_clear)
 
 
 def _redistribute(
@@ -145,7 +155,7 @@ def _redistribute(
         after = spec if dtype is spec.dtype else spec.with_dtype(dtype)
         return DTensor(local.view_as(local), after.with_units(units))
     plan = plan_redistribute(spec.layout, target, dtype.itemsize)
-    after = Spec(spec.mesh, target, dtype, spec.shape, contiguous_stride(target.shape), units)
+    after = _moved_spec(spec, target, dtype, units)
     if not async_op or torch.compiler.is_compiling():
         return new_dtensor(DTensor, run(plan, local, spec.mesh), after, False)  # type: ignore[no-any-return]
     block = start(plan, local, spec.mesh)

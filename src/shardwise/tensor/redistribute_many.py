@@ -16,6 +16,7 @@ from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute import densify, grad_layout
+from shardwise.torch_internals.dispatcher import below_autograd
 
 __all__ = ["PendingBlocks", "move_blocks", "redistribute_many", "start_moving_blocks"]
 
@@ -181,9 +182,17 @@ def _part(pending: PendingBlocks, index: int, device: torch.device) -> Pending:
 
 def move_blocks(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     """Take blocks through a grouped plan, beneath autograd: for engines that own the blocks of their tensors."""
-    return run_many(plan, blocks, mesh)
+    with below_autograd():
+        return run_many(plan, blocks, mesh)
 
 
 def start_moving_blocks(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> PendingBlocks:
     """Like `move_blocks`, without waiting for the last collective."""
-    return start_many(plan, blocks, mesh)
+    with below_autograd():
+        pending = start_many(plan, blocks, mesh)
+    return pending if pending.is_complete else PendingBlocks(lambda: _wait(pending))
+
+
+def _wait(pending: PendingBlocks) -> list[Tensor]:
+    with below_autograd():
+        return pending.wait()

@@ -25,6 +25,7 @@ class SparseDTensor(DTensor):
     """
 
     __slots__ = ()
+    _can_change_places = False
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> SparseDTensor:

@@ -11,14 +11,18 @@ from torch.autograd.graph import increment_version
 
 __all__ = [
     "bump_versions",
+    "can_become_view",
+    "change_places",
     "disabled_torch_function",
     "is_parameter",
+    "is_used_elsewhere",
     "make_wrapper",
     "mark_parameter",
     "new_dtensor",
     "storage_id",
     "version",
     "view_base",
+    "view_offset",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
@@ -88,6 +92,19 @@ def view_base(x: Tensor) -> Tensor | None:
     return x._base if x._is_view() else None
 
 
+def view_offset(x: Tensor) -> int:
+    """Where in the memory of the tensor that it is a view of a plain tensor in the place of `x` would begin.
+
+    >>> view_offset(torch.ones(2, 3)[1, 1:])
+    4
+    """
+    base: Any = view_base(x)
+    if base is None:
+        return 0
+    plain = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    return x._view_func_unsafe(plain).storage_offset()  # type: ignore[no-any-return]
+
+
 def bump_versions(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that tensors are written to: one that was saved for a backward pass can no longer be used there.
 
@@ -107,6 +124,72 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
             "  fix: write to x.clone(), or inside torch.inference_mode()."
         )
     increment_version(normal)
+
+
+def can_become_view(x: Tensor) -> bool:
+    """Whether an in-place op that changes the shape of a tensor can be done as a view of it, and torch would allow the op.
+
+    A tensor that requires a gradient must get it by an op that autograd records; a parameter must stay one.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> can_become_view(x), can_become_view(x * 1), can_become_view(x[1:]), can_become_view((x * 1).unbind(0)[0])
+    (False, True, False, False)
+    """
+    if x.is_inference():
+        return False
+    if x.requires_grad:
+        if x.is_leaf or x.retains_grad or not torch.is_grad_enabled():
+            return False
+    elif x.grad is not None:
+        return False
+    if not x._is_view():
+        return True
+    base: Any = x._base
+    is_default = torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
+    return is_default and not (base.requires_grad and base.is_leaf)
+
+
+def is_used_elsewhere(x: Tensor) -> bool:
+    """Whether autograd graphs or views refer to a tensor that requires a gradient, beside what accumulates its gradient.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = x + 1
+    >>> with torch.no_grad():
+    ...     is_used_elsewhere(x)
+    False
+    >>> v = x[1:]
+    >>> with torch.no_grad():
+    ...     is_used_elsewhere(x)
+    True
+    """
+    if not x.requires_grad or (torch.is_grad_enabled() and x.is_leaf):
+        return False  # the latter is for torch to refuse
+    tensor: Any = x
+    if not x.is_leaf:
+        return x.retains_grad and bool(tensor._use_count() > 1)
+    node = torch.autograd.graph.get_gradient_edge(x).node  # refers to the tensor as well
+    return node is not None and bool(tensor._use_count() > 2)
+
+
+def change_places(x: Tensor, y: Tensor, is_write: bool = True) -> None:
+    """Exchange what two tensor objects are, except for their class and attributes. `x` becomes a newer version of itself.
+
+    What C++ refers to stays: autograd and views of the tensor that `x` was know that tensor, which now is `y`.
+
+    Args:
+        is_write: whether the change counts as a write to `x`.
+
+    >>> x = torch.ones(2, 3)
+    >>> v = x[1]
+    >>> y = x.t()
+    >>> change_places(x, y)
+    >>> x.shape, y.shape, v._base is y
+    (torch.Size([3, 2]), torch.Size([2, 3]), True)
+    """
+    torch._C._swap_tensor_impl(x, y)
+    x._backward_hooks = None  # they are hooks of the gradient of what `x` was, whose node has them
+    if is_write:
+        increment_version(x)
 
 
 def storage_id(x: Tensor) -> int:

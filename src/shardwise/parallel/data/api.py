@@ -21,7 +21,7 @@ from shardwise.parallel.data.shard import (
     shard_choice,
     slots_by_mesh,
 )
-from shardwise.parallel.data.state import State, state_of
+from shardwise.parallel.data.state import State, groups_in, state_of
 
 __all__ = ["apply_layouts", "fully_shard", "replicate", "share_comm_ctx"]
 
@@ -126,6 +126,7 @@ def apply_layouts(
         make_data_parallel(module, state, prefix)
     for group in groups:
         watch_recomputation(modules, group)
+    state.packs = not all(group.is_in_place for m in modules for group in groups_in(m, recurse=True))
     return state
 
 

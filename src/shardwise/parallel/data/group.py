@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import on_mesh
 from shardwise.layout import block_shape
 from shardwise.parallel.data.agreement import compare_ranks
-from shardwise.parallel.data.connect import connected_tensors
+from shardwise.parallel.data.connect import Finish, connected_tensors
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Reduction, reduction_plan
+from shardwise.parallel.data.reduction import Reduction, buckets_of, reduction_plan
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
@@ -44,6 +44,7 @@ class Group:
         slots: the parameters.
         mesh: the mesh of the collectives.
         is_moved: whether a parameter is computed with in another layout than it is stored in.
+        is_in_place: whether parameters are computed with as they are stored: nothing is gathered or cast.
         buckets: the slots whose gradients are reduced together, in the order in which they are expected.
         sync: whether gradients are reduced; if not, they are accumulated on each rank.
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
@@ -61,7 +62,8 @@ class Group:
         for slot in slots:
             slot.use_mesh(self.mesh)
         self.is_moved = any(slot.is_moved for slot in slots)
-        self.buckets = _buckets(slots, bucket_bytes)
+        self.is_in_place = not self.is_moved and policy.param_dtype is None and self._is_on_device()
+        self.buckets = buckets_of(slots, bucket_bytes)
         self.sync = self.reshard_after_backward = True
         self.reduce_unused = False
         self.ahead: dict[str, list[Group]] = {}
@@ -71,6 +73,11 @@ class Group:
         self.reduction = Reduction(policy.reduce_dtype)
         self.number = next(_numbers)
         _groups[self.number] = self
+
+    def _is_on_device(self) -> bool:
+        """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
+        kinds = {slot.param._local_tensor.device.type for slot in self.slots if slot.compute_dtype is None}
+        return kinds <= {self.mesh.device_type, "meta"} and all(s.compute_dtype is None for s in self.slots)
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
@@ -119,12 +126,16 @@ class Group:
 
     def start_gathering(self) -> None:
         """Begin to gather, unless it has begun."""
+        if self.is_in_place:
+            return
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
         self.gathered.start(self.slots, self.mesh, self.policy.param_dtype)
 
     def gather(self) -> list[Tensor]:
         """The gathered blocks."""
+        if self.is_in_place:
+            return [slot.param._local_tensor for slot in self.slots]
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
         return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
@@ -132,7 +143,7 @@ class Group:
     def gather_in_order(self, order: Order[Group], direction: str) -> list[Tensor]:
         """The gathered blocks, beginning to gather what was needed next in the previous pass."""
         if not self.is_moved:
-            return self.gather()
+            return [] if self.is_in_place else self.gather()
         if not self.gathered.are_here:
             order.needed(self)
         blocks = self.gather()
@@ -196,8 +207,10 @@ class Group:
         self._register(now)
 
     def _register(self, now: Pass | None) -> None:
-        for slot, tensor in zip(self.slots, self._current_tensors(now), strict=True):
-            slot.register(tensor)
+        params = [slot.param for slot in self.slots]
+        tensors = self._current_tensors(now, params)
+        for slot, param, tensor in zip(self.slots, params, tensors, strict=True):
+            slot.register(param, tensor)
 
     def _restore(self) -> None:
         if self._depth == 0 and not self.is_pinned:
@@ -240,27 +253,30 @@ class Group:
         if self._depth == 0:
             self.free()
 
-    def _current_tensors(self, now: Pass | None) -> list[Tensor]:
+    def _current_tensors(self, now: Pass | None, params: Sequence[DTensor]) -> list[Tensor]:
         """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once."""
         key = (now, torch.is_grad_enabled())
-        stale = self._tensors is None or self._tensors[0] != key or not self.gathered.are_here
+        is_here = self.is_in_place or self.gathered.are_here
+        stale = self._tensors is None or self._tensors[0] != key or not is_here
         if stale or self._tensors is None:
             whole = now is not None and now.on_whole_mesh
             # tensors of inference mode could not be used outside of it
             with torch.inference_mode(False), torch.set_grad_enabled(key[1]):
-                self._tensors = (key, self._tensors_of(self.gather(), whole))
+                blocks = [p._local_tensor for p in params] if self.is_in_place else self.gather()
+                self._tensors = (key, self._tensors_of(params, blocks, whole))
         return self._tensors[1]
 
-    def _tensors_of(self, blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
+    def _tensors_of(self, params: Sequence[DTensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
         out: dict[int, Tensor] = {}
         for bucket in self.buckets:
-            trained = [i for i in bucket if self.slots[i].param.requires_grad]
+            trained = {i: self.slots[i] for i in bucket if params[i].requires_grad}
             if trained and torch.is_grad_enabled():
-                out |= connected_tensors({i: self.slots[i] for i in trained}, blocks, whole, self.reduce)
-        for i, slot in enumerate(self.slots):
-            if i not in out:
-                out[i] = slot.joined(slot.raw(blocks[i], whole))
+                out |= connected_tensors(trained, [params[i] for i in trained], blocks, whole, self.reduce)
+        if len(out) < len(self.slots):
+            for i, slot in enumerate(self.slots):
+                if i not in out:
+                    out[i] = slot.joined(slot.raw(blocks[i], whole))
         return [out[i] for i in range(len(self.slots))]
 
     # ---- gradients
@@ -277,8 +293,8 @@ class Group:
                 out.append(reduction_plan(slots, dtypes))
         return out
 
-    def reduce(self, grads: dict[int, Tensor | None]) -> list[DTensor | None]:
-        """Reduce the gradients of some slots, or accumulate them; returns those of the stored parameters."""
+    def reduce(self, grads: dict[int, Tensor | None]) -> list[Finish | None]:
+        """Begin to reduce the gradients of some slots, or accumulate them; returns what completes them."""
         backward = current_backward_pass()
         if backward is not None:
             self._take_part(backward)
@@ -313,7 +329,7 @@ class Group:
         )
         return slot.joined(slot.raw(block, whole))
 
-    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> dict[int, DTensor]:
+    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> dict[int, Finish]:
         """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
         if not given and not any(i in slots for i in self.reduction.keeps):
             return {}
@@ -329,9 +345,9 @@ class Group:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""
         if self.sync and (self._accumulated or (self.reduction.all_reduce and self.reduction.keeps)):
             given, self._accumulated = self._accumulated, {}
-            for i, grad in self._start_reduction(range(len(self.slots)), given).items():
-                param, block = self.slots[i].param, DTensor(grad._local_tensor, grad._spec)
-                param.grad = block if param.grad is None else param.grad + block
+            for i, finish in self._start_reduction(range(len(self.slots)), given).items():
+                param, grad = self.slots[i].param, finish()
+                param.grad = grad if param.grad is None else param.grad + grad
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
@@ -375,19 +391,3 @@ def _reduce_accumulated() -> None:
         group.reduce_accumulated()
     while _reductions:  # they would keep gradients alive
         _reductions.pop(0).wait()
-
-
-def _buckets(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
-    """The slots in one bucket; or from the last to the first, in buckets of up to so many bytes."""
-    if most is None:
-        return [list(range(len(slots)))]
-    out: list[list[int]] = [[]]
-    size = 0
-    for i in reversed(range(len(slots))):
-        nbytes = slots[i].param.nbytes
-        if out[-1] and size + nbytes > most:
-            out.append([])
-            size = 0
-        out[-1].append(i)
-        size += nbytes
-    return out

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Pending, per_rank
+from shardwise.comm import per_rank
 from shardwise.layout import Layout
 from shardwise.parallel.data.layouts import lifted
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
-from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
 
-__all__ = ["Reduction", "reduction_plan"]
+__all__ = ["Reduction", "buckets_of", "reduction_plan"]
 
 
 def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
@@ -62,8 +61,8 @@ class Reduction:
 
     def start(
         self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
-    ) -> tuple[dict[int, DTensor], PendingBlocks | None]:
-        """Begin to reduce gradients; returns those of the stored parameters, which wait when they are used."""
+    ) -> tuple[dict[int, Callable[[], DTensor]], PendingBlocks | None]:
+        """Begin to reduce gradients; returns what completes those of the stored parameters."""
         # in the order of the slots, which is the same on all ranks
         given = {i: self._gradient(slots[i], g) for i, g in sorted(grads.items())}
         mesh = next(iter(slots.values())).mesh
@@ -79,10 +78,7 @@ class Reduction:
         pending = start_moving_blocks(plan, [g.block for g in given.values()], mesh)
         if self.hook is not None:
             pending = _hooked(pending, self.hook, self.divisor)
-        out = {}
-        for n, (i, g) in enumerate(given.items()):
-            out[i] = self._result(slots[i], pending, n, g.block)
-        return out, pending
+        return {i: self._finish(slots[i], pending, n) for n, i in enumerate(given)}, pending
 
     def _gradient(self, slot: Slot, grad: Tensor) -> _Gradient:
         """The block of a gradient in the dtype to reduce in, and its layout on the group's mesh."""
@@ -120,21 +116,19 @@ class Reduction:
                 out[i] = kept
         return dict(sorted(out.items()))
 
-    def _result(self, slot: Slot, pending: PendingBlocks, n: int, like: Tensor) -> DTensor:
-        """The reduced gradient of the stored parameter."""
+    def _finish(self, slot: Slot, pending: PendingBlocks, n: int) -> Callable[[], DTensor]:
+        """What completes the reduced gradient of the stored parameter."""
         param, divisor = slot.param, None if self.hook is not None else self.divisor
-        spec = slot.stored_spec(param.dtype)
 
-        def finish() -> Tensor:
+        def finish() -> DTensor:
             block = pending.wait()[n]
             block = block if divisor is None else block / divisor
             target = param._local_tensor
-            same = block.dtype is target.dtype and block.device == target.device
-            return block if same else block.to(device=target.device, dtype=target.dtype)
+            if block.dtype is not target.dtype or block.device != target.device:
+                block = block.to(device=target.device, dtype=target.dtype)
+            return DTensor(block, slot.stored_spec(target.dtype))
 
-        if pending.is_complete:
-            return DTensor(finish(), spec)
-        return AsyncDTensor(Pending(finish, like.device), spec)
+        return finish
 
 
 def _hooked(pending: PendingBlocks, hook: Callable[[Tensor], None], divisor: float | None) -> PendingBlocks:
@@ -161,3 +155,19 @@ def _flat(rank: int, *blocks: Tensor) -> Tensor:
 def _parts(rank: int, flat: Tensor, *blocks: Tensor) -> list[Tensor]:
     parts = flat.split([b.numel() for b in blocks])
     return [part.view(b.shape) for part, b in zip(parts, blocks, strict=True)]
+
+
+def buckets_of(slots: Sequence[Slot], most: int | None) -> list[list[int]]:
+    """The slots in one bucket; or from the last to the first, in buckets of up to so many bytes."""
+    if most is None:
+        return [list(range(len(slots)))]
+    out: list[list[int]] = [[]]
+    size = 0
+    for i in reversed(range(len(slots))):
+        nbytes = slots[i].param.nbytes
+        if out[-1] and size + nbytes > most:
+            out.append([])
+            size = 0
+        out[-1].append(i)
+        size += nbytes
+    return out

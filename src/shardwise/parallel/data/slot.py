@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, members_of
+from shardwise.comm import PerRank, axes_of, is_simulated, members_of
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import ParameterLayout, lifted
 from shardwise.tensor.dtensor import DTensor
@@ -39,6 +39,9 @@ class Slot:
         self.name, self.places, self.layout = name, places, layout
         self._stride = contiguous_stride(layout.stored.shape)
         self._stored: DTensor | None = None  # while the modules have the gathered tensor
+        # other modules, such as nn.LSTM, keep further references to their parameters
+        self._is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
+        self._specs: dict[torch.dtype, Spec] = {}
         self.use_mesh(layout.mesh)
 
     def use_mesh(self, mesh: DeviceMesh) -> None:
@@ -66,8 +69,12 @@ class Slot:
 
     def stored_spec(self, dtype: torch.dtype) -> Spec:
         """The spec of the stored parameter, or of its gradient."""
-        shape = torch.Size(self.layout.stored.shape)
-        return Spec(self.layout.mesh, self.layout.stored, dtype, shape, self._stride)
+        found = self._specs.get(dtype)
+        if found is None:
+            shape = torch.Size(self.layout.stored.shape)
+            found = Spec(self.layout.mesh, self.layout.stored, dtype, shape, self._stride)
+            self._specs[dtype] = found
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
@@ -83,7 +90,7 @@ class Slot:
             return self._stored
         module, name = self.places[0]
         found: Any = own_parameters(module)[name]
-        if not isinstance(found, DTensor) or found.sharding is not self.layout.stored:
+        if not isinstance(found, DTensor) or found._spec.layout is not self.layout.stored:
             what = f"a {found.sharding}" if isinstance(found, DTensor) else f"a {type(found).__name__}"
             raise RuntimeError(
                 f"The parameter {self.name} of a data-parallel module is {what}, not a {self.layout.stored}.\n"
@@ -99,25 +106,32 @@ class Slot:
 
     def stamp(self) -> tuple[int, ...]:
         """Numbers that change when the stored parameter is written to or replaced."""
-        param = self.param
+        param = self._stored if self._stored is not None else self.param
         block = param._local_tensor
         writes = sum(map(version, block.ranks)) if isinstance(block, PerRank) else version(block)
         return id(param), version(param), writes, id(block)
 
-    def register(self, tensor: Tensor) -> None:
+    def register(self, stored: DTensor, tensor: Tensor) -> None:
         """Let the modules have a gathered tensor instead of the stored parameter."""
-        self._stored = self.param
-        if all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in self.places):
+        self._stored = stored
+        if self._is_plain:
             mark_parameter(tensor)
-        for module, name in self.places:
-            set_parameter(module, name, tensor)
+            for module, name in self.places:
+                own_parameters(module)[name] = tensor
+        else:
+            for module, name in self.places:
+                set_parameter(module, name, tensor)
 
     def restore(self) -> None:
         """Let the modules have the stored parameter again."""
         if self._stored is not None:
             stored, self._stored = self._stored, None
-            for module, name in self.places:
-                set_parameter(module, name, stored)
+            if self._is_plain:
+                for module, name in self.places:
+                    own_parameters(module)[name] = stored
+            else:
+                for module, name in self.places:
+                    set_parameter(module, name, stored)
 
     def target(self, on_whole_mesh: bool) -> tuple[DeviceMesh, Layout] | None:
         """The mesh and layout of the tensor in computations; None for a plain tensor."""
@@ -136,12 +150,9 @@ class Slot:
 
     def joined(self, raw: Sequence[Tensor]) -> Tensor:
         """The tensor that the module computes with, of what `raw` returned."""
-        if len(raw) == 1 and not (self._is_simulated() and not isinstance(raw[0], DTensor)):
+        if len(raw) == 1 and (type(raw[0]) is DTensor or not is_simulated()):
             return raw[0]
         return PerRank(dict(zip(members_of(self.mesh), raw, strict=True)))
-
-    def _is_simulated(self) -> bool:
-        return isinstance(self.param._local_tensor, PerRank)
 
     def joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the tensor, of those of what `raw` returned; a rank without a gradient counts as zero."""

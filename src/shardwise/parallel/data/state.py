@@ -29,6 +29,7 @@ class State:
         policy: the dtypes of its computation.
         reshard: whether to free gathered blocks after the forward pass; None for all but the outermost module.
         modules: how many modules share the groups.
+        packs: whether tensors that autograd saves may be gathered ones, here or in submodules.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class State:
     ) -> None:
         self.name, self.groups, self.policy, self.reshard = name, tuple(groups), policy, reshard
         self.modules = 1
+        self.packs = True
         self._left = 0
         self.forward_order: Order[Group] = Order()
         self.backward_order: Order[Group] = Order()
@@ -56,7 +58,7 @@ class State:
             ):  # otherwise activation checkpointing runs the forward pass again, with hooks of its own
                 self.forward_order.start()
                 stack.callback(self.forward_order.drop_unused)
-                if torch.is_grad_enabled():
+                if self.packs and torch.is_grad_enabled():
                     stack.enter_context(packing())
             yield
 

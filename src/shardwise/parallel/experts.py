@@ -1,0 +1,201 @@
+"""Expert parallelism: tokens go to the ranks that hold their experts, and weights stay where they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import axes_of, block_of, on_mesh
+from shardwise.layout import Factor, Layout, Partial
+from shardwise.parallel.boundary import Boundary
+from shardwise.parallel.module_tensors import Slot, slots_of
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.modules import own_parameters, set_parameter
+
+__all__ = ["holds_experts", "run_experts"]
+
+
+def holds_experts(module: nn.Module, layouts: dict[str, Layout], axis: int) -> bool:
+    """Whether an axis splits the experts of a module: dim 0 of all its parameters that have a row for each expert.
+
+    Args:
+        module: a module with an attribute `num_experts`, as the experts of Hugging Face's models have it.
+        layouts: the layouts of its own parameters, by name.
+        axis: the axis.
+    """
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int) or not any(len(layout.shape) == 3 for layout in layouts.values()):
+        return False
+    return all(
+        layout.shape[:1] == (count,)
+        and layout.sharded == {axis}
+        and layout.dims[0] == (Factor(count, (axis,)),)
+        for layout in layouts.values()
+    )
+
+
+def run_experts(
+    original: Callable[..., Any],
+    module: nn.Module,
+    boundary: Boundary,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call the forward method of a module of experts, on each rank for the tokens of its own experts.
+
+    The method takes tokens (T, H), for each the experts (T, K) and their weights (T, K), and returns the weighted sums (T, H). Each rank
+    calls it with the pairs of its own experts, as tokens with one expert each. The results are a pending sum, which is
+    reduced as the boundary says, or scattered to the tokens' own layout if the axis split them. Experts whose method takes other
+    arguments, or which draw random numbers, run op by op.
+
+    Tokens are gathered if the axis splits them; the sum of the results is sent, and in the backward pass that of the gradients of
+    tokens and routing weights. Weights and their gradients are not.
+    """
+    given = _routed_tokens(original, module, boundary, args, kwargs)
+    if given is None:
+        args, kwargs = boundary.enter(args, kwargs)
+        return boundary.leave(original(module, *args, **kwargs))
+    before = given[0].sharding
+    x, index, weights = _gathered(given, boundary)
+    out = _sum_of_experts(original, module, boundary.axis, x, index, weights)
+    if boundary.axis in before.sharded:
+        return out.redistribute(placements=before.placements)
+    return boundary.leave(out)
+
+
+def _routed_tokens(
+    original: Callable[..., Any],
+    module: nn.Module,
+    boundary: Boundary,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[DTensor, Tensor, Tensor] | None:
+    """The tokens, the indices of their experts and the routing weights, or None if the call is of another kind."""
+    try:
+        bound = _signature(original).bind(module, *args, **kwargs).arguments
+    except TypeError:
+        return None  # the method itself says what is wrong
+    given = list(bound.values())[1:]
+    if len(given) != 3 or not all(isinstance(t, Tensor) and t.dim() == 2 for t in given):
+        return None
+    x, index, weights = given
+    if not isinstance(x, DTensor) or x.device_mesh is not boundary.mesh or index.shape != weights.shape:
+        return None
+    if index.is_floating_point() or not weights.is_floating_point() or index.shape[0] != x.shape[0]:
+        return None
+    if any(isinstance(t, DTensor) and t.device_mesh is not boundary.mesh for t in given):
+        return None
+    random = module.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+    return (
+        None if random or not all(_is_local(s, boundary) for s in slots_of(module)) else (x, index, weights)
+    )
+
+
+@cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
+def _is_local(slot: Slot, boundary: Boundary) -> bool:
+    """Whether each rank has all of a parameter that its own experts use: its rows, or the whole parameter."""
+    t = slot.tensor
+    if slot.name not in own_parameters(slot.owner):
+        return not isinstance(t, DTensor)  # a buffer
+    return isinstance(t, DTensor) and t.device_mesh is boundary.mesh and t.sharding.sharded <= {boundary.axis}
+
+
+def _gathered(given: tuple[DTensor, Tensor, Tensor], boundary: Boundary) -> tuple[DTensor, ...]:
+    """The tokens of all ranks along the axis, with their experts and weights; other axes may split them."""
+    mesh, axis = boundary.mesh, boundary.axis
+    x, index, weights = (
+        t
+        if isinstance(t, DTensor)
+        else DTensor.from_local(t, mesh, Layout.replicated(t.shape, axes_of(mesh)).placements)
+        for t in given
+    )
+    factors = [Factor(f.size, tuple(a for a in f.axes if a != axis)) for f in x.sharding.dims[0]]
+    rows = factors or [Factor(x.shape[0])]
+
+    def settled(t: DTensor) -> DTensor:
+        layout = Layout.replicated(tuple(t.shape), axes_of(mesh)).with_dim(0, *rows)
+        # also where nothing moves: the gradient is reduced here, once
+        return t.redistribute(placements=layout.placements)
+
+    return settled(x), settled(index), settled(weights)
+
+
+def _sum_of_experts(
+    original: Callable[..., Any], module: nn.Module, axis: int, x: DTensor, index: DTensor, weights: DTensor
+) -> DTensor:
+    """The results of each rank's experts, as a pending sum along the axis."""
+    mesh, layout = x.device_mesh, x.sharding
+    slots = [s for s in slots_of(module) if isinstance(s.tensor, DTensor)]
+    blocks = [_with_own_gradient(t, {axis}) for t in (x, weights)]
+    blocks += [_with_own_gradient(s.tensor, {axis} | layout.sharded) for s in slots]  # type: ignore[arg-type]
+    experts = Layout.replicated((module.num_experts,), layout.axes)  # type: ignore[arg-type]
+    split = experts.with_dim(0, Factor(module.num_experts, (axis,)))  # type: ignore[arg-type]
+
+    def on_rank(coord: Any, index: Tensor, x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        own = block_of(torch.arange(split.shape[0]), split, coord)
+        with _own_experts(module, slots, parameters, len(own)):
+            return _weighted(original, module, own, index, x, weights, parameters)
+
+    block = on_mesh(mesh, on_rank, index.to_local(), *blocks)
+    return DTensor.from_local(block, mesh, layout.with_partial({axis: "sum"}).placements, shape=x.shape)
+
+
+def _with_own_gradient(t: DTensor, axes: set[int] | frozenset[int]) -> Tensor:
+    """The block of a tensor that ranks along these axes use differently: its gradient is a pending sum, unless it is split."""
+    placements = [
+        Partial() if a in axes and a not in t.sharding.sharded else p for a, p in enumerate(t.placements)
+    ]
+    return t.to_local(grad_placements=placements)
+
+
+@contextmanager
+def _own_experts(
+    module: nn.Module, slots: list[Slot], parameters: tuple[Tensor, ...], count: int
+) -> Iterator[None]:
+    """Inside the block the module has the experts of one rank only."""
+    total = module.num_experts
+    module.num_experts = count  # type: ignore[assignment]
+    try:
+        for slot, block in zip(slots, parameters, strict=True):
+            set_parameter(slot.owner, slot.name, block)
+        yield
+    finally:
+        module.num_experts = total
+        for slot in slots:
+            set_parameter(slot.owner, slot.name, slot.tensor)
+
+
+def _weighted(
+    original: Callable[..., Any],
+    module: nn.Module,
+    own: Tensor,
+    index: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    parameters: tuple[Tensor, ...],
+) -> Tensor:
+    """The weighted results of one rank's experts for each token; zero for a token that none of them takes."""
+    out = torch.zeros_like(x)
+    # each rank's graph has all its inputs, so that all ranks reduce the same gradients
+    for t in (x, weights, *parameters):
+        if t.is_floating_point():
+            out = out + t.reshape(-1)[:0].sum().to(out.dtype)
+    if not len(own):
+        return out
+    first = int(own[0])
+    token, slot = ((index >= first) & (index < first + len(own))).nonzero(as_tuple=True)
+    if not len(token):
+        return out
+    routed = (index[token, slot] - first).unsqueeze(1)
+    result = original(module, x[token], routed, weights[token, slot].unsqueeze(1))
+    return out.index_add(0, token, result.to(out.dtype))

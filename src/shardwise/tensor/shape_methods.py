@@ -1,0 +1,137 @@
+"""Methods that change a tensor's own shape: `t_`, `squeeze_`, `resize_` and the like.
+
+Views remember the tensor that they are views of, and autograd computes them again from it: of a DTensor by the op that created
+the view, since a DTensor has no memory of which they could be strided parts. So the tensor that the views know must stay
+what it was. `x.t_()` is `x.t()`, with which the object `x` changes places: the views keep the tensor that was called `x`.
+
+C++ code that calls these ops has no object whose tensor could change: there, the tensor itself changes
+(`ops/inplace_view.py`). Such code creates the tensor that it changes, and no views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.torch_internals.subclass import can_become_view, is_used_elsewhere, view_base, view_offset
+
+__all__ = ["ShapeMethods"]
+
+
+_USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
+  why: Their gradients are computed from the tensor as it was. It cannot change, because it is a leaf that requires grad, or \
+retain_grad() was called on it.
+  fix: y = x.{out_of_place}(...), or call x.{name}(...) before the tensor is used."""
+
+_LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
+  why: The view was created, then x.{name}(...) changed the shape of the tensor, then x.requires_grad_() was called.
+  fix: create the view after x.requires_grad_()."""
+
+
+def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
+    """The method `name`, after which the tensor is the result of an out-of-place method."""
+    original = getattr(torch.Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._can_change_places:
+            return original(self, *args, **kwargs)
+        if not can_become_view(self):
+            if is_used_elsewhere(self):
+                raise RuntimeError(_USED.format(name=name, out_of_place=name[:-1], spec=self._spec))
+            return original(self, *args, **kwargs)
+        if self.requires_grad:
+            new = out_of_place(self, *args, **kwargs)
+        else:  # as the base of its views it may get a gradient later, whatever mode this is
+            with torch.inference_mode(False), torch.enable_grad():
+                new = out_of_place(self, *args, **kwargs)
+        if not getattr(new, "_can_change_places", False):  # no view, or one of a torch.func transform
+            return original(self, *args, **kwargs)
+        if view_base(self) is None:
+            new.__dict__[_SUCCESSOR] = (id(self), name)
+        # torch counts it as a write, except that resizing to the same size is nothing
+        return self._become(new, is_write=new.shape != self.shape or not name.startswith("resize"))
+
+    method.__name__ = name
+    return method
+
+
+_SUCCESSOR = "_shardwise_successor"
+
+
+def _former_self(x: Any) -> Any:
+    """The tensor that a tensor was before its shape changed, if it was no view."""
+    base = view_base(x)
+    is_former = base is not None and base.__dict__.get(_SUCCESSOR, (None,))[0] == id(x)
+    return base if is_former else None
+
+
+def _detach(self: Any) -> Any:
+    """Detach the tensor from its graph."""
+    if _former_self(self) is not None:  # a view for us, which cannot be detached, but not for the user
+        return self._become(self.detach(), is_write=False)
+    return torch.Tensor.detach_(self)
+
+
+def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
+    """Let autograd record ops on the tensor, or not."""
+    former = None if self.requires_grad or not requires_grad else _former_self(self)
+    if former is not None:
+        self._become(self.detach(), is_write=False)
+        message = _LATE_GRADIENT.format(name=former.__dict__[_SUCCESSOR][1])
+
+        def refuse(grad: Any) -> None:
+            raise RuntimeError(message)
+
+        # views of what it was require a gradient from now on, as those of the tensor itself would
+        former.requires_grad_().register_hook(refuse)
+    return torch.Tensor.requires_grad_(self, requires_grad)
+
+
+def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """`as_strided` of the tensor that `x` is a view of: sizes and strides may reach elements outside of `x`."""
+    root, size, stride = view_base(x), tuple(size), tuple(stride)
+    if root is None or (not storage_offset and (size, stride) == (tuple(x.shape), x.stride())):
+        return torch.Tensor.as_strided(x, size, stride, storage_offset)
+    return torch.Tensor.as_strided(
+        root, size, stride, view_offset(x) if storage_offset is None else storage_offset
+    )
+
+
+def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    """The first elements of a tensor in another shape; None if that is not a view of it."""
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0])
+    shape = [int(n) for n in size]
+    fits = x.is_contiguous() and math.prod(shape) <= x.numel() and min(shape, default=0) >= 0
+    if not fits or memory_format is not torch.contiguous_format or x.requires_grad:
+        return None
+    return x.view(-1)[: math.prod(shape)].view(shape)
+
+
+def _resized_as(x: Any, other: Any, *, memory_format: torch.memory_format | None = None) -> Any:
+    """A tensor in the shape of another one; None if that is not a view of it."""
+    return None if memory_format is not None else _resized(x, other.shape)
+
+
+class ShapeMethods:
+    """Methods of `DTensor` that change its own shape."""
+
+    __slots__ = ()
+    _can_change_places = True
+    """Whether an object of the class can become any DTensor, and the other way round."""
+
+    t_ = _becoming("t_", torch.Tensor.t)
+    transpose_ = _becoming("transpose_", torch.Tensor.transpose)
+    swapdims_ = _becoming("swapdims_", torch.Tensor.swapdims)
+    swapaxes_ = _becoming("swapaxes_", torch.Tensor.swapaxes)
+    squeeze_ = _becoming("squeeze_", torch.Tensor.squeeze)
+    unsqueeze_ = _becoming("unsqueeze_", torch.Tensor.unsqueeze)
+    as_strided: Any = _strided
+    as_strided_ = _becoming("as_strided_", _strided)
+    resize_ = _becoming("resize_", _resized)
+    resize_as_ = _becoming("resize_as_", _resized_as)
+    detach_: Any = _detach
+    requires_grad_: Any = _requires_grad
