@@ -15,7 +15,7 @@ class Sent:
     """One collective.
 
     `step` is the name of the plan's step, `called` the collective that ran it. `bytes` left this rank; in a simulation,
-    they are the sum over all ranks.
+    they are the sum over all ranks. `grouped` if it moved the blocks of many tensors at once.
     """
 
     step: str
@@ -23,6 +23,7 @@ class Sent:
     axes: tuple[str, ...]
     group_size: int
     bytes: Fraction
+    grouped: bool = False
 
 
 @dataclass(eq=False)  # two ledgers that are open at once may have equal entries

@@ -11,7 +11,7 @@ from typing import Any, Self
 from shardwise.comm import Sent, counting
 from shardwise.comm.ledger import Ledger
 from shardwise.debug.module_calls import GLOBAL, ModuleCalls
-from shardwise.torch_internals.collective_ops import CollectiveObserver, collective_ops
+from shardwise.torch_internals.collective_ops import CollectiveObserver, collective_ops, grouped_ops
 
 __all__ = ["CommDebugMode"]
 
@@ -79,7 +79,8 @@ class CommDebugMode:
 
         A step counts as what it is for: a gather of uneven blocks is an all-gather although it calls an all-to-all.
         Steps that torch has no op for count as what they call: an exchange is an all-to-all, and agreement on a seed
-        is a broadcast.
+        is a broadcast. Collectives on the blocks of many tensors, as of `fully_shard`, count under the ops of
+        `torch.ops.c10d` that torch's FSDP calls.
         """
         return Counter(map(_op_of, self.ledger.entries)) + self._own
 
@@ -156,8 +157,10 @@ class CommDebugMode:
 
 
 _OPS = collective_ops()
+_GROUPED_OPS = grouped_ops()
 
 
 def _op_of(entry: Sent) -> Any:
     """The op of a collective, or its name if torch has no such op."""
-    return _OPS.get(entry.step.replace("-", "_")) or _OPS.get(entry.called, entry.called)
+    ops = _GROUPED_OPS if entry.grouped else _OPS
+    return ops.get(entry.step.replace("-", "_")) or ops.get(entry.called, entry.called)

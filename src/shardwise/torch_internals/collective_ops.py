@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives
 from shardwise.torch_internals.collectives import is_own_collective, observers
 from shardwise.torch_internals.tracing import TorchDispatchMode
 
-__all__ = ["CollectiveObserver", "collective_ops"]
+__all__ = ["CollectiveObserver", "collective_ops", "grouped_ops"]
 
 
 def collective_ops() -> dict[str, Any]:
@@ -25,6 +25,15 @@ def collective_ops() -> dict[str, Any]:
         "all_to_all": torch.ops.c10d_functional.all_to_all_single,
         "broadcast": torch.ops.c10d.broadcast_,
         "scatter": torch.ops.c10d.scatter_,
+    }
+
+
+def grouped_ops() -> dict[str, Any]:
+    """The same for a collective on a buffer with blocks of many tensors, as data-parallel training calls them."""
+    return collective_ops() | {
+        "all_gather": torch.ops.c10d._allgather_base_,
+        "all_reduce": torch.ops.c10d.allreduce_,
+        "reduce_scatter": torch.ops.c10d._reduce_scatter_base_,
     }
 
 
