@@ -130,8 +130,6 @@ class Group:
             return
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
-        if not self.gathered.are_wanted:
-            self._check_materialized()
         self.gathered.start(self.slots, self.mesh, self.policy.param_dtype)
 
     def gather(self) -> list[Tensor]:
@@ -140,18 +138,7 @@ class Group:
             return [slot.param._local_tensor for slot in self.slots]
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
-        if not self.gathered.are_wanted:
-            self._check_materialized()
         return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
-
-    def _check_materialized(self) -> None:
-        if meta := [slot.name for slot in self.slots if slot.param.is_meta]:
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, but the following were still on "
-                f"meta device: {meta} of {self.name}.\n"
-                "  why: A tensor on the meta device has no values to gather.\n"
-                "  fix: module.to_empty(device=...), then initialize the parameters; or materialize(module)"
-            )
 
     def gather_in_order(self, order: Order[Group], direction: str) -> list[Tensor]:
         """The gathered blocks, beginning to gather what was needed next in the previous pass."""
