@@ -136,6 +136,9 @@ CASES = [
     Case("topk.default", lambda x: aten.topk(x, 2, 1), (randn(3, 30),)),
     Case("embedding_renorm_.default", lambda w, i: aten.embedding_renorm_(w.clone(), i, 1.0, 2.0),
          (randn(9, 7) * 3, torch.tensor([1, 2, 4, 4, 8])), ("0", "1", "0 1"), ("R",), grad=False),
+    Case("_scaled_dot_product_flash_attention_for_cpu.default _scaled_dot_product_flash_attention_for_cpu_backward.default",
+         lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+         (randn(2, 24, 3, 4), randn(2, 2, 3, 4, seed=1), randn(2, 2, 3, 4, seed=2)), ("1",), ("R", "R")),
     Case("dist.default", lambda x, y: aten.dist(x, y, 3), (X, randn(3, 9, seed=1)), others=("1",)),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.alternatives import (
     argmax,
+    attention,
     convolution,
     embedding,
     losses,
@@ -25,6 +26,7 @@ __all__ = ["ALTERNATIVES", "FAMILIES", "WITHOUT_RULE", "propose_alternative"]
 
 FAMILIES = (
     statistics, slicing, rearrange, unfold, convolution, pooling, resample, normalization, losses, argmax, embedding,
+    attention,
 )  # fmt: skip
 ALTERNATIVES: dict[Any, Propose] = {
     op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()

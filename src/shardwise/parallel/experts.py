@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ def _routed_tokens(
 ) -> tuple[DTensor, Tensor, Tensor] | None:
     """The tokens, the indices of their experts and the routing weights, or None if the call is of another kind."""
     try:
-        bound = inspect.signature(original).bind(module, *args, **kwargs).arguments
+        bound = _signature(original).bind(module, *args, **kwargs).arguments
     except TypeError:
-        return None
+        return None  # the method itself says what is wrong
     given = list(bound.values())[1:]
     if len(given) != 3 or not all(isinstance(t, Tensor) and t.dim() == 2 for t in given):
         return None
@@ -94,6 +95,11 @@ def _routed_tokens(
     return (
         None if random or not all(_is_local(s, boundary) for s in slots_of(module)) else (x, index, weights)
     )
+
+
+@cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
 
 
 def _is_local(slot: Slot, boundary: Boundary) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from shardwise.layout import Axes, Factor, Layout, LayoutError
@@ -46,7 +48,7 @@ def features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> i
     head = getattr(parent, "head_dim", None)
     if not isinstance(head, int) or head < 1 or size % head:
         return 1
-    config = getattr(parent, "config", None)
+    config = _config_of(parent)
     heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(keys, int) and keys != heads and keys % ranks:
         if heads % keys or size not in (heads * head, keys * head):
@@ -54,3 +56,12 @@ def features_kept_together(parent: nn.Module | None, size: int, ranks: int) -> i
         head = size // keys
     count = size // head
     return head if -(-count // ranks) * (ranks - 1) < count else 1
+
+
+def _config_of(module: nn.Module | None) -> Any:
+    """The configuration that Hugging Face's attention modules have; that of their own layer, where layers differ."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[layer] if isinstance(layer, int) else None
+    return config

@@ -99,6 +99,20 @@ def test_unequal_numbers_of_whole_groups_are_split(keys, group, ranks):
     compare(attend, [q, k], ["R", "1"], (ranks,))
 
 
+@pytest.mark.parametrize(("heads", "keys", "ranks"), [(8, 2, 4), (6, 2, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_stay_where_there_are_fewer_keys_than_ranks(heads, keys, ranks, causal):
+    q, k, v = randn(2, heads, 6, 8), randn(2, keys, 6, 8, seed=1), randn(2, keys, 6, 8, seed=2)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    # the gradients of keys and values are pending sums
+    assert compare(attend, [q, k, v], ["1", "R", "R"], (ranks,)).bytes == 0
+    compare(attend, [q, k, v], ["1", "3", "3"], (ranks,))
+    compare(attend, [q, k, v], ["1", "P", "R"], (ranks,))
+
+
 def _rule(name, tensors, **args):
     """The rule of an op without a CPU kernel, from the outputs of its meta kernel."""
     slots = {n: Slot(i) for i, n in enumerate(tensors)}
