@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples import anywhere, convnet
+from examples import anywhere, convnet, hsdp, muon
 from examples.train import Run, report, train
 from examples.training_report import plot, size
 
@@ -89,3 +89,20 @@ def test_a_tensor_parallel_model_generates_and_adapts(capsys, monkeypatch):
     assert "The same tokens on every rank" in _printed(capsys)
     lora.main(steps=2)
     assert "[64:tp, 64]" in _printed(capsys)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of its own code
+def test_a_model_of_transformers_under_fsdp_and_tensor_parallelism(capsys, monkeypatch):
+    from examples import fsdp_transformers
+
+    monkeypatch.setattr(sw, "launch", Simulated())
+    fsdp_transformers.main(steps=2)
+    assert "[64:tp,dp, 64]" in _printed(capsys)
+
+
+def test_muon_and_hybrid_sharding_equal_one_device(capsys, monkeypatch):
+    monkeypatch.setattr(sw, "launch", Simulated())
+    muon.main(steps=2)
+    assert "2/4 of what gathering them everywhere would send" in _printed(capsys)
+    hsdp.main(steps=2)
+    assert "gradient [32, 32] P(pod,avg) P(dp,avg) -> [32:dp, 32]" in _printed(capsys)
