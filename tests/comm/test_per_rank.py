@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise import PerRank, distribute_tensor, init_device_mesh, per_rank, simulate
+from shardwise import PerRank, Shard, distribute_tensor, init_device_mesh, per_rank, simulate
 from shardwise.comm import map_ranks, spread
 
 EXPLAINED = r"[\s\S]*\n  why: .+\n  fix: .+"
@@ -387,8 +387,8 @@ def test_map_ranks_of_plain_values_is_a_call():
 
 
 def test_what_needs_one_tensor_for_all_ranks_is_refused():
-    with sw.simulate(2):
-        x = sw.distribute_tensor(torch.ones(4), sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+    with simulate(2):
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
         block = x.requires_grad_().to_local() * 2
         with pytest.raises(RuntimeError, match="register_multi_grad_hook got the blocks"):
             torch.autograd.graph.register_multi_grad_hook([block], print)
