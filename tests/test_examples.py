@@ -1,12 +1,13 @@
 """The examples run and show what they say."""
 
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-from examples import anywhere, convnet
+from examples import anywhere, convnet, hsdp, muon
 from examples.train import Run, report, train
 from examples.training_report import plot, size
 
@@ -53,15 +54,16 @@ def _printed(capsys: Any) -> str:
 
 
 @pytest.mark.processes
-def test_one_script_trains_on_one_device_under_torchrun_and_in_a_simulation(capsys):
+def test_one_script_trains_on_one_device_on_processes_and_in_a_simulation(workers, capsys):
     one = anywhere.main([])
     assert one == pytest.approx(anywhere.main(["--simulate", "6"]), abs=1e-6)
+    assert all(one == pytest.approx(losses, abs=1e-6) for losses in workers.run(anywhere.train))
     lines = _printed(capsys).splitlines()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*torchrun, "examples.anywhere"], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert done.stdout.split()[2:] == lines[0].split()[2:]
+    if os.environ.get("SHARDWISE_DEEP") == "1":  # torchrun takes its time to start
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+        command = [*torchrun, "examples.anywhere"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        assert done.stdout.split()[2:] == lines[0].split()[2:]
 
 
 class Simulated:
@@ -87,3 +89,20 @@ def test_a_tensor_parallel_model_generates_and_adapts(capsys, monkeypatch):
     assert "The same tokens on every rank" in _printed(capsys)
     lora.main(steps=2)
     assert "[64:tp, 64]" in _printed(capsys)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of its own code
+def test_a_model_of_transformers_under_fsdp_and_tensor_parallelism(capsys, monkeypatch):
+    from examples import fsdp_transformers
+
+    monkeypatch.setattr(sw, "launch", Simulated())
+    fsdp_transformers.main(steps=2)
+    assert "[64:tp,dp, 64]" in _printed(capsys)
+
+
+def test_muon_and_hybrid_sharding_equal_one_device(capsys, monkeypatch):
+    monkeypatch.setattr(sw, "launch", Simulated())
+    muon.main(steps=2)
+    assert "2/4 of what gathering them everywhere would send" in _printed(capsys)
+    hsdp.main(steps=2)
+    assert "gradient [32, 32] P(pod,avg) P(dp,avg) -> [32:dp, 32]" in _printed(capsys)
