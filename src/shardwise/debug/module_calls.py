@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from shardwise.comm import PerRank
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import current_backward, in_backward
 from shardwise.torch_internals.pytree import flatten
@@ -112,6 +113,10 @@ class ModuleCalls:
         """Call a function once any or all of the tensors among some values have their gradient."""
         if not torch.is_grad_enabled():
             return
-        tensors = [x for x in flatten((values,))[0] if isinstance(x, Tensor) and x.requires_grad]
+        found = flatten((values,))[0]
+        # the blocks of simulated ranks have a node of the graph for each rank, so the hook would wait for none of them
+        tensors = [
+            x for x in found if isinstance(x, Tensor) and not isinstance(x, PerRank) and x.requires_grad
+        ]
         if tensors:
             self._handles.append(register_multi_grad_hook(tensors, lambda *_: then(), mode=mode))
