@@ -1,7 +1,8 @@
 """Data-parallel training steps compared with torch's FSDP2 and DDP: time in one interleaved run, bytes and collectives.
 
 Two gloo processes with one thread each train the same residual MLP, each block of it in a group of its own. All candidates make
-a step in turn, so that the load of the machine is the same for all; the times are medians over the turns.
+a step in turn, so that the load of the machine is the same for all; the times are medians over the turns. The second line of a
+size is the CPU time of a rank, which other programs on the machine disturb less.
 """
 
 import argparse
@@ -66,49 +67,55 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def measure(size: str, turns: int) -> tuple[dict[str, float], dict[str, float], float, int]:
-    """Seconds per step and losses of each candidate, and the bytes per step, predicted and counted."""
+def measure(size: str, turns: int) -> tuple[dict[str, float], dict[str, float], dict[str, float], float, int]:
+    """Seconds and CPU seconds per step and losses of each candidate, and the bytes per step, predicted and counted."""
     width, blocks, rows = SIZES[size]
     torch.manual_seed(0)
     nets = candidates(Residual(width, blocks))
     optimizers = {name: torch.optim.SGD(net.parameters(), lr=1e-3) for name, net in nets.items()}
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
     times: dict[str, list[float]] = {name: [] for name in nets}
+    busy: dict[str, list[float]] = {name: [] for name in nets}
     losses: dict[str, float] = {}
     for _ in range(turns + 3):
         for name, net in nets.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             loss = net(x).pow(2).mean()
             loss.backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
             times[name].append(time.perf_counter() - start)
+            busy[name].append(time.process_time() - cpu)
             losses[name] = loss.item()
     with counting() as ledger:
         nets["fully_shard"](x).pow(2).mean().backward()
-    medians = {name: statistics.median(some[3:]) for name, some in times.items()}
-    return medians, losses, explain(nets["fully_shard"]).bytes_per_rank, int(ledger.bytes)
+    medians, cpus = (
+        {name: statistics.median(some[3:]) for name, some in kind.items()} for kind in (times, busy)
+    )
+    return medians, cpus, losses, explain(nets["fully_shard"]).bytes_per_rank, int(ledger.bytes)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=30)
-    turns = parser.parse_args().turns
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    turns, sizes = vars(parser.parse_args()).values()
     print(
         f"{'size':8}{'fully_shard':>12}{'FSDP2':>10}{'ratio':>8}{'replicate':>12}{'DDP':>10}{'ratio':>8}   bytes per rank"
     )
-    for size in SIZES:
+    for size in sizes:
         results = launch(measure, 2, size, turns)
-        times = {name: max(r[0][name] for r in results) * 1e3 for name in results[0][0]}
-        for name, loss in results[0][1].items():
-            assert abs(loss - results[0][1]["DDP"]) < 1e-4 * abs(loss), name
-        ours, torchs, replicated, ddp = times.values()
-        print(
-            f"{size:8}{ours:>9.2f} ms{torchs:>7.2f} ms{ours / torchs:>8.2f}{replicated:>9.2f} ms{ddp:>7.2f} ms"
-            f"{replicated / ddp:>8.2f}   {results[0][2]:,.0f} predicted, {results[0][3]:,} counted"
-        )
+        for name, loss in results[0][2].items():
+            assert abs(loss - results[0][2]["DDP"]) < 1e-4 * abs(loss), name
+        note = f"{results[0][3]:,.0f} predicted, {results[0][4]:,} counted"
+        for kind, label, text in ((0, size, note), (1, "  CPU", "")):
+            ours, torchs, replicated, ddp = (max(r[kind][n] for r in results) * 1e3 for n in results[0][0])
+            print(
+                f"{label:8}{ours:>9.2f} ms{torchs:>7.2f} ms{ours / torchs:>8.2f}{replicated:>9.2f} ms{ddp:>7.2f} ms"
+                f"{replicated / ddp:>8.2f}   {text}"
+            )
 
 
 if __name__ == "__main__":

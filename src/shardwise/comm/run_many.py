@@ -16,7 +16,14 @@ from shardwise.comm.mesh import PerMesh, coord_of, group_of, groups_along, membe
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.plan import GroupedPlan, GroupedStep
-from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from shardwise.torch_internals.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_in_place,
+    all_to_all,
+    reduce_scatter,
+    wait,
+)
 
 __all__ = ["PendingBlocks", "run_many", "start_many"]
 
@@ -135,7 +142,10 @@ def _collective(recipe: GroupedRecipe, group: str, size: int) -> Callable[[Tenso
         case "all_gather":
             return lambda wire: all_gather(wire, size, group)
         case "all_reduce":
-            return lambda wire: all_reduce(wire, op, group)
+            # the packed buffer belongs to this step; tensors of a trace must not be written to
+            return lambda wire: (
+                all_reduce_in_place(wire, op, group) if type(wire) is Tensor else all_reduce(wire, op, group)
+            )
         case "reduce_scatter":
             return lambda wire: reduce_scatter(wire, op, size, group)
         case _:
