@@ -7,22 +7,28 @@ size is the CPU time of a rank, which other programs on the machine disturb less
 
 import argparse
 import copy
+import itertools
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from shardwise import launch
 from shardwise.comm import counting
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import explain, replicate
 
-SIZES = {"small": (32, 6, 8), "large": (768, 4, 256)}
+SIZES = {"small": (32, 6, 8), "medium": (256, 6, 64), "large": (768, 4, 256)}
 """The width, the number of blocks and the rows of a batch."""
 
 
@@ -96,15 +102,40 @@ def measure(size: str, turns: int) -> tuple[dict[str, float], dict[str, float], 
     return medians, cpus, losses, explain(nets["fully_shard"]).bytes_per_rank, int(ledger.bytes)
 
 
+def peak_memory(size: str) -> dict[str, int]:
+    """The bytes that a step of each candidate allocates at most, beyond what it has before."""
+    width, blocks, rows = SIZES[size]
+    x, found = torch.randn(rows, width), {}
+    for name, net in candidates(Residual(width, blocks)).items():
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for turn in range(3):
+            with (
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+                if turn == 2
+                else nullcontext() as seen
+            ):
+                net(x).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            seen.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        memory = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+        found[name] = max(itertools.accumulate(change for _, change in memory))
+    return found
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="*", default=["small", "large"], choices=list(SIZES))
     turns, sizes = vars(parser.parse_args()).values()
     print(
         f"{'size':8}{'fully_shard':>12}{'FSDP2':>10}{'ratio':>8}{'replicate':>12}{'DDP':>10}{'ratio':>8}   bytes per rank"
     )
+    peaks = launch(peak_memory, 2, "medium")[0]
+    print("peak memory of a medium step: " + ", ".join(f"{n} {b:,} B" for n, b in peaks.items()))
     for size in sizes:
         results = launch(measure, 2, size, turns)
         for name, loss in results[0][2].items():
