@@ -23,11 +23,11 @@ PROMPT = torch.tensor([[5, 17, 3, 101]])
 
 
 def build(name: str) -> Any:
-    """The model of this name, or a small Llama with random weights: 6 heads that share 3 keys."""
+    """The model of this name, or a small Llama with random weights: 6 heads that share 2 keys."""
     if name:
         return AutoModelForCausalLM.from_pretrained(name).eval()
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=212, hidden_size=96, intermediate_size=200, num_hidden_layers=3, **heads)
     ).eval()

@@ -39,6 +39,7 @@ CALLS = {
     "a write to a list of indices": lambda x, v: x.__setitem__((slice(None), [0, 9]), 0.0),
     "the sizes of a write to a slice": lambda x, v: x.__setitem__(slice(0, 1), x.t()),
     "narrow": lambda x, v: x.narrow(1, 3, 3),
+    "a write to a row": lambda x, v: x.select_scatter(v[:2], 1, 4),
     "topk": lambda x, v: x.topk(5),
     "topk of rows": lambda x, v: x.topk(3, dim=0),
     "unfold": lambda x, v: x.unfold(0, 4, 1),
@@ -88,6 +89,47 @@ def test_errors_are_the_same_on_all_ranks(placements, monkeypatch):
                 assert outcome(call, *args) is wanted[name], f"{name} on rank {rank}"
         finally:
             dist.destroy_process_group()
+
+
+INDEXED = {
+    "index": lambda x, i: x[:, i],
+    "index of rows": lambda x, i: x[i],
+    "index_select": lambda x, i: x.index_select(1, i),
+    "index_add": lambda x, i: x.index_add(1, i, x[:, : len(i)]),
+    "index_copy": lambda x, i: x.index_copy(1, i, x[:, : len(i)]),
+    "index_fill": lambda x, i: x.index_fill(1, i, 2.0),
+    "index_put": lambda x, i: x.clone().__setitem__((slice(None), i), 2.0),
+    "gather": lambda x, i: x.gather(1, i.expand(len(x), -1)),
+    "gather in a row": lambda x, i: x.gather(1, i.expand(len(x), -1) * (i.new_tensor([[1]] + [[0]] * (len(x) - 1)))),
+    "scatter": lambda x, i: x.scatter(1, i.expand(len(x), -1), 1.0),
+    "scatter_add": lambda x, i: x.scatter_add(1, i.expand(len(x), -1), x),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(1, i.expand(len(x), -1), x, "amax"),
+    "embedding": lambda x, i: functional.embedding(i, x.t()),
+    "cross entropy": lambda x, i: functional.cross_entropy(x, i[i.abs() > 1].expand(len(x))),
+    "a write to an expanded tensor": lambda x, i: x.expand(2, *x.shape).add_(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_indices_that_all_ranks_know(rows, monkeypatch):
+    """Some ranks have no rows, or only valid rows of the index."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    x = torch.arange(4.0 * rows).view(rows, 4)
+    for values in ([1, 9], [-9, 0]):
+        index = torch.tensor(values)
+        wanted = {name: outcome(call, x, index) for name, call in INDEXED.items()}
+        assert None not in wanted.values()
+        for rank in range(4):
+            dist.init_process_group("fake", rank=rank, world_size=4)
+            try:
+                mesh = sw.init_device_mesh("cpu", (4,))
+                for name, call in INDEXED.items():
+                    args = block(x, mesh, "0"), block(index, mesh, "R")
+                    with sw.policy(plain="replicate"):
+                        found = outcome(call, *args)
+                    assert found is not None, f"{name} on rank {rank}"
+            finally:
+                dist.destroy_process_group()
 
 
 def lists_of_indices():

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise import PerRank, distribute_tensor, init_device_mesh, per_rank, simulate
+from shardwise import PerRank, Shard, distribute_tensor, init_device_mesh, per_rank, simulate
 from shardwise.comm import map_ranks, spread
 
 EXPLAINED = r"[\s\S]*\n  why: .+\n  fix: .+"
@@ -383,3 +384,14 @@ def test_on_real_processes_each_rank_calls_the_function(workers):
 
 def test_map_ranks_of_plain_values_is_a_call():
     assert map_ranks(lambda a, b: a + b, 1, b=2) == 3
+
+
+def test_what_needs_one_tensor_for_all_ranks_is_refused():
+    with simulate(2):
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        block = x.requires_grad_().to_local() * 2
+        with pytest.raises(RuntimeError, match="register_multi_grad_hook got the blocks"):
+            torch.autograd.graph.register_multi_grad_hook([block], print)
+        for value in (x.detach(), block.detach()):
+            with pytest.raises(RuntimeError, match="tracing_mode='real'"):
+                make_fx(lambda t: t * 2, tracing_mode="fake")(value)

@@ -141,7 +141,17 @@ def _register_post_accumulate(x: PerRank, hook: Hook) -> Any:
     return RankHandles(handles)
 
 
+def _refuse_storage(x: PerRank) -> Any:
+    raise RuntimeError(
+        "The storage of a PerRank tensor was asked for.\n"
+        "  why: In a simulation each rank has one; fake tensors, as of make_fx(tracing_mode='fake') and torch.compile, would "
+        "stand for one tensor.\n"
+        "  fix: make_fx(f, tracing_mode='real'), or x.ranks[0].untyped_storage(), or real processes: shardwise.launch(f, 2)"
+    )
+
+
 def install_hooks() -> None:
     """Have the methods of PerRank tensors that register hooks call those of this module."""
     on_all_ranks(torch.Tensor.register_hook, _register_hook)
     on_all_ranks(torch.Tensor.register_post_accumulate_grad_hook, _register_post_accumulate)
+    on_all_ranks(torch.Tensor.untyped_storage, _refuse_storage)

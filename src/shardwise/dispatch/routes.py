@@ -29,6 +29,7 @@ from shardwise.call.submesh import (
     run_on_submesh,
 )
 from shardwise.call.trace import traced
+from shardwise.call.value_checks import checking_values
 from shardwise.call.variants import program_for, writing_variant
 from shardwise.call.view_scatter import COMPUTED
 from shardwise.comm import coord_of
@@ -261,6 +262,7 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = _comparing_plain(func, positions, call, run)
     if any(t.dtype.is_complex for t in call.tensors):
         run = resolving_lazy_bits(run)
+    run = checking_values(call, run)
     if call.info.writes:
         if route.plans != () or call.info.out_names or call.info.qualified_name in FORBIDS_ALIAS:
             run = _checking_overlap(func, run)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.call.fallback import gather
 from shardwise.call.operands import has_dtensor
-from shardwise.comm import first_rank
+from shardwise.comm import PerRank, first_rank
 from shardwise.ops.dropout import dropout_patches
 from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
@@ -70,6 +70,16 @@ def _as_method(name: str) -> Any:
     return run
 
 
+def _multi_grad_hook(original: Any, tensors: Any, fn: Any, *, mode: str = "all") -> Any:
+    if mode == "all" and any(isinstance(t, PerRank) for t in tensors):
+        raise RuntimeError(
+            "register_multi_grad_hook got the blocks of simulated ranks.\n"
+            "  why: It waits for one node of the graph per tensor, and in a simulation each rank has a node.\n"
+            "  fix: Register it on the DTensors, or x.to_local().register_hook(...) on each block."
+        )
+    return original(tensors, fn, mode=mode)
+
+
 def _is_lazy(args: Any, kwargs: Any) -> bool:
     x = args[0]
     return isinstance(x, DTensor) and x._source is not None and (x.is_conj() or x.is_neg())
@@ -104,6 +114,11 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
         for target in python_functions(
             f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_")
         )
+    ),
+    PythonPatch(
+        (torch.autograd.graph, "register_multi_grad_hook"),
+        _multi_grad_hook,
+        "torch asks the engine about the node of a block, and in a simulation there are several",
     ),
     *dropout_patches(),
     *index_patches(),

@@ -41,6 +41,13 @@ class Implementation:
 implementation = Implementation()
 _getitem: Any = torch.Tensor.__getitem__
 _setitem: Any = torch.Tensor.__setitem__
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype can have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 _SIMPLE_INDICES = frozenset({int, slice, type(None), type(...)})
 
 
@@ -230,6 +237,10 @@ class DTensor(PythonMethods, ShapeMethods, torch.Tensor):
         return _getitem(self, implementation.index_of(self, index))  # type: ignore[no-any-return]
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, Tensor) and value.requires_grad and not _is_differentiable(self.dtype):
+            value = (
+                value.detach()
+            )  # for a 0-d value torch would record the write, and fail to replay the view
         _setitem(self, index if _is_simple(index) else implementation.index_of(self, index), value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
