@@ -62,6 +62,7 @@ bench: $(DEV)  ## bytes, collectives, planning time and overhead next to torch's
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.cold
 	$(BIN)/python -m benchmarks.train
+	$(BIN)/python -m benchmarks.fsdp
 	$(BIN)/python -m benchmarks.random
 
 sweep: $(DEV)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)

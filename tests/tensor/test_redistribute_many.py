@@ -1,6 +1,7 @@
 """Many tensors redistributed together equal the same tensors redistributed one by one, in values, gradients and bytes."""
 
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -18,6 +19,8 @@ from shardwise import LayoutError, Partial, PerRank, Replicate, Shard, simulate
 from shardwise.comm import axes_of, counting
 from shardwise.layout import Layout, contiguous_stride, parse_layout
 from shardwise.plan import Item, plan_redistribute, plan_redistribute_many
+from shardwise.tensor.redistribute_many import start_moving_blocks
+from shardwise.torch_internals.process_groups import fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 few = settings(max_examples=settings.default.max_examples // 5)
@@ -264,3 +267,19 @@ def test_on_real_processes(workers, name, async_op):
     for (blocks, _), (expected, _) in zip(real, simulated, strict=True):
         assert all(same_bits(a, b) for a, b in zip(blocks, expected, strict=True))
     assert sum(sent for _, sent in real) == simulated[0][1]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("[4:dp]", "[4]"), ("[4] P(dp,sum)", "[4:dp]"), ("[4] P(dp,sum)", "[4]")]
+)
+def test_a_started_move_does_not_hold_its_sources(source, target):
+    with fake_world(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        layouts = [parse_layout(text, axes_of(mesh))[0] for text in (source, target)]
+        block = torch.ones(2 if source == "[4:dp]" else 4)
+        held = weakref.ref(block)
+        pending = start_moving_blocks(plan_redistribute_many([Item(*layouts, F32)]), [block], mesh)
+        del block
+        assert not pending.is_complete
+        assert held() is None
+        assert pending.wait()[0].numel() == (2 if target == "[4:dp]" else 4)

@@ -15,6 +15,7 @@ __all__ = [
     "Codec",
     "bytes_of",
     "check_reducible",
+    "divide_in_place",
     "divided",
     "identity_value",
     "move_codec",
@@ -171,6 +172,12 @@ def scaled(t: Tensor, by: float) -> Tensor:
 def divided(t: Tensor, by: int) -> Tensor:
     """A tensor divided by a number, in the dtype of the tensor."""
     return t if by == 1 else (t.to(_compute(t.dtype)) / by).to(t.dtype)
+
+
+def divide_in_place(t: Tensor, by: int) -> Tensor:
+    """Divide a tensor that belongs to the caller; returned, in its own memory where torch has arithmetic for its dtype."""
+    in_place = type(t) is Tensor and (t.dtype.is_floating_point or t.is_complex())
+    return t.div_(by) if by != 1 and in_place and _compute(t.dtype) is t.dtype else divided(t, by)
 
 
 def _compute(dtype: torch.dtype) -> torch.dtype:

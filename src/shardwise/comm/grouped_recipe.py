@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.box_copy import Boxes, Run, boxes_in_source, boxes_in_target
-from shardwise.comm.codec import Codec, divided, move_codec, reduce_codec, reduce_rows
+from shardwise.comm.codec import Codec, divide_in_place, divided, move_codec, reduce_codec, reduce_rows
 from shardwise.comm.mesh import Coord
 from shardwise.comm.recipe import recipe_for
 from shardwise.layout import block_shape, contiguous_stride
@@ -257,7 +257,7 @@ def _views(step: GroupedStep, me: Coord, dtype: torch.dtype) -> Callable[[Tensor
 
     def views(reduced: Tensor) -> list[Tensor]:
         if len(set(means)) == 1:
-            return results.of(divided(reduced, means[0]))
+            return results.of(divide_in_place(reduced, means[0]))
         return [divided(part, mean) for part, mean in zip(results.of(reduced), means, strict=True)]
 
     return views

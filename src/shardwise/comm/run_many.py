@@ -16,13 +16,23 @@ from shardwise.comm.mesh import PerMesh, coord_of, group_of, groups_along, membe
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.plan import GroupedPlan, GroupedStep
-from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from shardwise.torch_internals.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_in_place,
+    all_to_all,
+    reduce_scatter,
+    wait,
+)
 
 __all__ = ["PendingBlocks", "run_many", "start_many"]
 
 _Blocks = list[Tensor]
-_Stage = tuple[Callable[[_Blocks], Tensor], Callable[[Tensor, _Blocks], _Blocks]]
-"""A compiled step: a function that starts it, and one that completes it, given the first one's result and the blocks."""
+_Stage = tuple[Callable[[_Blocks], Tensor], Callable[[Tensor, Sequence[Tensor]], _Blocks]]
+"""A compiled step: a function that starts it, and one that completes it, given the first one's result and the blocks.
+
+Only local steps need the blocks to complete.
+"""
 
 _programs = PerMesh(most=1024)
 at_simulation_end(_programs.clear)
@@ -78,9 +88,13 @@ def start_many(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) ->
     sources = [out[i] for i in members]
     begin, finish = program[last]
     coming = begin(sources)
+    for i in members:
+        out[i] = (
+            coming  # the blocks are packed: holding them until the collective is complete would cost memory
+        )
 
     def wait_and_go_on() -> _Blocks:
-        for i, block in zip(members, finish(coming, sources), strict=True):
+        for i, block in zip(members, finish(coming, ()), strict=True):
             out[i] = block
         return _complete(plan, out, program, last + 1)
 
@@ -123,7 +137,7 @@ def _real(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _St
             record(_entry(step, recipe, Fraction(_sent(step, recipe, wire))))
         return call(wire)
 
-    def finish(coming: Tensor, blocks: _Blocks) -> _Blocks:
+    def finish(coming: Tensor, blocks: Sequence[Tensor]) -> _Blocks:
         return unpack(decode(wait(coming)), blocks)
 
     return begin, finish
@@ -135,7 +149,10 @@ def _collective(recipe: GroupedRecipe, group: str, size: int) -> Callable[[Tenso
         case "all_gather":
             return lambda wire: all_gather(wire, size, group)
         case "all_reduce":
-            return lambda wire: all_reduce(wire, op, group)
+            # the packed buffer belongs to this step; tensors of a trace must not be written to
+            return lambda wire: (
+                all_reduce_in_place(wire, op, group) if type(wire) is Tensor else all_reduce(wire, op, group)
+            )
         case "reduce_scatter":
             return lambda wire: reduce_scatter(wire, op, size, group)
         case _:
@@ -168,7 +185,7 @@ def _simulated(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -
     recipes = {r: grouped_recipe_for(step, c, dtypes) for r, c in members.items()}
     groups = groups_along(mesh, step.axes) if step.is_collective else []
 
-    def complete(_: Tensor, blocks: _Blocks) -> _Blocks:
+    def complete(_: Tensor, blocks: Sequence[Tensor]) -> _Blocks:
         mine = {r: [_block(b, r) for b in blocks] for r in recipes}
         wires = {r: recipe.codec.encode(recipe.pack(mine[r])) for r, recipe in recipes.items() if groups}
         if wires and is_counting():

@@ -16,6 +16,7 @@ __all__ = [
     "BROADCAST_FUNCTION",
     "all_gather",
     "all_reduce",
+    "all_reduce_in_place",
     "all_to_all",
     "broadcast",
     "collective_name",
@@ -32,6 +33,7 @@ BROADCAST_FUNCTION = "torch.distributed.nn.functional._Broadcast"
 _functional = torch.ops._c10d_functional
 _all_gather = _functional.all_gather_into_tensor.default
 _all_reduce = _functional.all_reduce.default
+_all_reduce_in_place = _functional.all_reduce_.default
 _all_to_all = _functional.all_to_all_single.default
 _broadcast = _functional.broadcast.default
 _reduce_scatter = _functional.reduce_scatter_tensor.default
@@ -79,6 +81,11 @@ def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
     return _call(_all_reduce, tensor, op, group)  # type: ignore[no-any-return]
 
 
+def all_reduce_in_place(tensor: Tensor, op: str, group: str) -> Tensor:
+    """Start to reduce like `all_reduce`, into the tensor itself, which is returned."""
+    return _all_reduce_in_place(tensor, op, group)  # type: ignore[no-any-return]
+
+
 def reduce_scatter(tensor: Tensor, op: str, group_size: int, group: str) -> Tensor:
     """Start to reduce like `all_reduce`; each rank receives its part of dim 0, which has equal parts."""
     return _call(_reduce_scatter, tensor, op, group_size, group)  # type: ignore[no-any-return]
@@ -102,6 +109,7 @@ def wait(tensor: Tensor) -> Tensor:
 _FUNCTIONAL = {
     "_c10d_functional::all_gather_into_tensor": "functional.all_gather",
     "_c10d_functional::all_reduce": "functional.all_reduce",
+    "_c10d_functional::all_reduce_": "functional.all_reduce",
     "_c10d_functional::all_to_all_single": "functional.all_to_all",
     "_c10d_functional::broadcast": "functional.broadcast",
     "_c10d_functional::reduce_scatter_tensor": "functional.reduce_scatter",

@@ -32,7 +32,7 @@ __all__ = ["Group", "forget_interrupted_passes"]
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_MOST_REDUCTIONS = 2  # that run at the same time; each holds the unreduced gradients of a group
+_MOST_REDUCTIONS = 1  # that run at the same time; each holds the unreduced gradients of a group
 
 
 class Group:

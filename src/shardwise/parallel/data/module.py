@@ -167,7 +167,7 @@ class FSDPModule:
         """Accepted: collectives of one mesh axis run over one group."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let the gradients of at most so many groups be reduced at the same time; two by default.
+        """Let the gradients of at most so many groups be reduced at the same time; one by default.
 
         Raises:
             TypeError: it is not an int.
