@@ -775,6 +775,131 @@ for name, text in {
 }.items():
     program(f"error: {name}", f"return {text}")
 
+# ---- what errors say
+
+for name, (text, phrase) in {
+    "another mesh": (
+        "distribute_tensor(distribute_tensor(grid(4, 4), square(), [R, R]), line(), [R])",
+        "to a different device mesh",
+    ),
+    "other placements": (
+        "distribute_tensor(distribute_tensor(grid(4), line(), [R]), line(), [Shard(0)])",
+        "to a different placements",
+    ),
+    "too few placements": ("distribute_tensor(grid(4), square(), [R])", "must have the same length"),
+    "not a leaf": (
+        "distribute_tensor(grid(4).requires_grad_() * 2, line(), [R])",
+        "distribute leaf tensor",
+    ),
+    "a DTensor for a value without placements": (
+        """local_map(lambda x: x, out_placements=[R], in_placements=(None,))(
+            distribute_tensor(grid(4), line(), [R]))""",
+        "expects placements",
+    ),
+    "other in_placements": (
+        """local_map(lambda x: x, out_placements=[R], in_placements=([Shard(0)],))(
+            distribute_tensor(grid(4), line(), [R]))""",
+        "set redistribute_inputs=True",
+    ),
+    "more desired layouts than layouts": (
+        "PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=(R, None))",
+        "input_layouts and desired_input_layouts should have same length!",
+    ),
+    "blocks of which some require gradients": (
+        "DTensor.from_local(torch.ones(2, requires_grad=rank > 0), line(), [Shard(0)], run_check=True)",
+        "",
+    ),
+}.items():
+    program(
+        f"message: {name}",
+        f"""
+        from torch.distributed.tensor.experimental import local_map
+        from torch.distributed.tensor.parallel import PrepareModuleInput
+        try:
+            {text.strip()}
+        except Exception as error:
+            kinds = (ValueError, RuntimeError, AssertionError)
+            return [isinstance(error, k) for k in kinds[2:]], {phrase!r} in str(error)
+        """,
+    )
+
+# ---- collectives by module, and names that programs use although they are private
+
+program(
+    "comm mode counts the program's own collectives",
+    """
+    import torch.distributed._functional_collectives as funcol
+    found = []
+    with CommDebugMode() as comm:
+        x = funcol.all_gather_tensor(grid(2, 2), 0, dist.group.WORLD)
+        x = funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+        found.append(funcol.all_reduce(x, "sum", dist.group.WORLD) + 0)
+    found += [str(sorted(map(str, comm.get_comm_counts().items()))), comm.get_total_counts()]
+    for call in (lambda: dist.all_reduce(grid(2)), lambda: dist.broadcast(grid(2), 0), lambda: dist.barrier()):
+        with comm:
+            call()
+        found += [str(sorted(map(str, comm.get_comm_counts().items()))), comm.get_total_counts()]
+    return found
+    """,
+)
+program(
+    "comm mode counts by module",
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net1, self.relu, self.net2 = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)
+        def forward(self, x):
+            return self.net2(self.relu(self.net1(x)))
+    model = parallelize_module(Net(), line(), {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    comm = CommDebugMode()
+    with comm:
+        before = str((comm.get_parameter_info(), comm.get_sharding_info(), len(comm.comm_module_counts)))
+        model(grid(2, 4).requires_grad_()).sum().backward()
+    forward = {m: {str(op): n for op, n in c["forward"].items()} for m, c in comm.comm_module_counts.items()}
+    info = comm.get_parameter_info()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in (model.relu,)]
+    return [before, {m: c for m, c in forward.items() if c}, hooks, list(comm.get_sharding_info()),
+            {m: list(p) for m, p in info.items()}, len(comm.advanced_module_tracker.module_helper_dict),
+            {str(op): n for op, n in comm.comm_module_counts["Global"]["backward"].items()}]
+    """,
+)
+program(
+    "private names",
+    """
+    from torch.distributed.tensor._api import _shard_tensor
+    from torch.distributed.tensor._collective_utils import (
+        mesh_broadcast, mesh_scatter, pad_tensor, shard_dim_alltoall, unpad_tensor)
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._ops.utils import (
+        is_tensor_dim_sharded, is_tensor_evenly_shardable, is_tensor_partial, is_tensor_shardable, normalize_dim)
+    from torch.distributed.tensor._random import manual_seed
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.parallel.api import parallelize_module
+    from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+    mesh, two = line(), square()
+    spec = DTensorSpec(two, (Shard(1), R), TensorMeta(torch.Size([6, 4]), (4, 1), torch.float32))
+    partial = DTensorSpec(mesh, (Partial(),), TensorMeta(torch.Size([6]), (1,), torch.float32))
+    x = DTensor(grid(6, 2), spec, requires_grad=False)
+    part = torch.empty(2)
+    mesh_scatter(part, list(grid(4, 2)), mesh)
+    whole = grid(3) + rank
+    mesh_broadcast(whole, two, 1)
+    return [
+        isinstance(x._spec, DTensorSpec), shown(x), spec.dim_map, spec.num_shards, spec.num_shards_map, partial.sums,
+        spec.is_replicated(), spec.is_sharded(), is_tensor_partial(spec), is_tensor_partial(partial),
+        is_tensor_dim_sharded(spec, 1), is_tensor_dim_sharded(spec, 0), is_tensor_shardable((3, 1), spec),
+        is_tensor_evenly_shardable((3, 4), spec), normalize_dim(-1, 3), part, whole,
+        pad_tensor(grid(2, 2), 1, 2), unpad_tensor(grid(2, 3), 1, 2), shown(_shard_tensor(grid(5, 3), [Shard(0)], mesh)),
+        shard_dim_alltoall(grid(2, 4) + rank, 0, 1, two, 0),
+        compute_local_shape_and_global_offset((6, 4), two, [Shard(1), R]),
+        [Shard(0).local_shard_size_and_offset(5, 4, r) for r in range(4)],
+        [Shard(1)._split_tensor(grid(2, n), 4, with_padding=p) for n in (3, 5, 8) for p in (False, True)],
+    ]
+    """,
+)
+
 
 # ---- running them
 

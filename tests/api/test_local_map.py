@@ -56,7 +56,7 @@ def test_a_decorator_with_other_arguments_and_several_results(line):
             "2 in_placements for 1 arguments",
         ),
         (lambda x: local_map(torch.neg, ([Shard(0)], None))(x), "2 out_placements for 1 results"),
-        (lambda x: local_map(torch.neg, [Shard(0)], (None,))(x), "whose in_placements is None"),
+        (lambda x: local_map(torch.neg, [Shard(0)], (None,))(x), "in_placements of argument 0 is None"),
         (lambda x: local_map(torch.mul, [Shard(0)], ([Shard(0)], [Shard(0)]))(x, 2), "got 2 as argument 1"),
         (lambda x: local_map(lambda b: 3, [Shard(0)])(x), "returned 3"),
         (lambda x: local_map(lambda b: x, [Shard(0)])(x), "returned a DTensor"),

@@ -196,3 +196,14 @@ def test_on_real_processes_each_rank_counts_what_it_sends(workers):
     for (counts, _, _), rows in zip(found, (2, 2, 1, 0), strict=True):
         assert counts == [(1, 1, 3 * 16), (1, 1, 3 * 8 * rows), (1, 1, 2 * 3 * 32 // 4)]
     assert [seed for _, _, seed in found] == [(True, 3 * 8), (True, 0), (True, 0), (True, 0)]
+
+
+def test_counts_by_module_in_a_simulation_with_blocks_as_inputs(line):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).requires_grad_(False)
+    with CommDebugMode() as mode:
+        x = sw.per_rank(lambda rank: torch.full((2, 4), float(rank), requires_grad=True))
+        y = DTensor.from_local(model(x), line, [Shard(0)]).redistribute(tp=R)
+        y.sum().backward()
+    assert mode.comm_module_counts["Global"]["forward"] == {FUNCOL.all_gather_into_tensor: 1}
+    assert mode.get_parameter_info().keys() == {"Sequential.0"}
+    assert "Sequential.1" in mode.generate_comm_debug_tracing_table()

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import parallelize_module
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel.input_reshard import input_reshard
 
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 
@@ -162,3 +163,26 @@ def test_gradients_are_unscaled_alike_on_processes(workers):
     for found in workers.run(_unscale_on_processes):
         for a, b in zip(found, _expected(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 5])
+def test_inputs_that_autograd_saves_are_split_and_gathered_again(dim):
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    x = torch.randn(5, 6)
+    dense(x * 1).square().sum().backward()
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = parallelize_module(
+            copy.deepcopy(dense), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+        model.zero_grad()
+        assert input_reshard(model, mesh, dim) is model
+        given = sw.distribute_tensor(x, mesh, [sw.Replicate()])
+        loss = model((given * 1).requires_grad_() * 1).square().sum()
+        with CommDebugMode() as comm:
+            loss.backward()
+        gathers = comm.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor]
+        assert (gathers > 0) == (dim in (0, 1))
+        for p, q in zip(dense.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor().ranks[1], p.grad)

@@ -133,13 +133,13 @@ def _check_layout(x: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     """The DTensor, if it has this layout on this mesh."""
     if x.device_mesh != mesh:
         raise MeshError(
-            f"distribute_tensor got a DTensor on {x.device_mesh} for {mesh}.",
+            f"Cannot distribute a DTensor on {x.device_mesh} to a different device mesh, {mesh}.",
             why="It is already distributed, over another mesh.",
             fix="distribute_tensor(x.full_tensor(), mesh, placements, src_data_rank=None)",
         )
     if x._spec.layout is not layout:
         raise LayoutError(
-            f"distribute_tensor got a DTensor {x._spec} for the layout {layout}.",
+            f"Cannot distribute a DTensor {x._spec} to a different placements: {layout}.",
             why="It is already distributed; do you want to call `redistribute` instead?",
             fix="x.redistribute(placements=placements)",
         )

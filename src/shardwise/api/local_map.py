@@ -136,7 +136,7 @@ def _input(i: int, arg: Any, in_placements: tuple[Placed, ...] | None, redistrib
     if isinstance(arg, DTensor):
         if wanted is None:
             raise MapError(
-                f"local_map got a DTensor {arg._spec} as argument {i}, whose in_placements is None.",
+                f"local_map expects placements for the DTensor {arg._spec}, but the in_placements of argument {i} is None.",
                 why="None stands for a value that is not a DTensor.",
                 fix=f"in_placements=(..., {list(arg.placements)}, ...)",
             )
@@ -146,7 +146,7 @@ def _input(i: int, arg: Any, in_placements: tuple[Placed, ...] | None, redistrib
             return arg.redistribute(placements=wanted)
         raise LayoutError(
             f"local_map: argument {i} is {arg._spec} with placements {arg.placements}, not {tuple(wanted)}.",
-            why="Arguments with mismatched placements are redistributed only on request.",
+            why="Arguments with mismatched placements are redistributed only on request: set redistribute_inputs=True.",
             fix=f"x.redistribute(placements={list(wanted)}), or local_map(..., redistribute_inputs=True)",
         )
     if wanted is not None and not isinstance(arg, torch.Tensor):

@@ -12,6 +12,7 @@ from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import axes_of, coord_of
 from shardwise.comm.simulate import is_simulated
 from shardwise.layout import Axes
+from shardwise.torch_internals.collectives import own_collectives
 
 __all__ = ["broadcast_seed"]
 
@@ -31,7 +32,8 @@ def broadcast_seed(mesh: DeviceMesh, number: int) -> int:
         if size == 1:
             continue
         group = mesh.get_group(i)
-        dist.broadcast(value, dist.get_global_rank(group, 0), group)
+        with own_collectives():
+            dist.broadcast(value, dist.get_global_rank(group, 0), group)
         _record(axes, i, size - 1 if dist.get_rank(group) == 0 else 0)
     return int(value.item()) % 2**64
 

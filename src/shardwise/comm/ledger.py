@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +15,7 @@ class Sent:
     """One collective.
 
     `step` is the name of the plan's step, `called` the collective that ran it. `bytes` left this rank; in a simulation,
-    they are the sum over all ranks.
+    they are the sum over all ranks. `grouped` if it moved the blocks of many tensors at once.
     """
 
     step: str
@@ -23,6 +23,7 @@ class Sent:
     axes: tuple[str, ...]
     group_size: int
     bytes: Fraction
+    grouped: bool = False
 
 
 @dataclass(eq=False)  # two ledgers that are open at once may have equal entries
@@ -30,6 +31,8 @@ class Ledger:
     """The collectives that ran while the ledger was open."""
 
     entries: list[Sent] = field(default_factory=list)
+    observer: Callable[[Sent], None] | None = None
+    """Called with each entry."""
 
     @property
     def collectives(self) -> int:
@@ -46,15 +49,15 @@ _open: list[Ledger] = []
 
 
 @contextmanager
-def counting() -> Iterator[Ledger]:
-    """Count the collectives inside the block, and their bytes.
+def counting(observer: Callable[[Sent], None] | None = None) -> Iterator[Ledger]:
+    """Count the collectives inside the block, and their bytes; `observer` is called with each entry.
 
     >>> with counting() as ledger:
     ...     pass
     >>> ledger.collectives
     0
     """
-    ledger = Ledger()
+    ledger = Ledger(observer=observer)
     _open.append(ledger)
     try:
         yield ledger
@@ -71,3 +74,5 @@ def record(entry: Sent) -> None:
     """Add an entry to each open ledger."""
     for ledger in _open:
         ledger.entries.append(entry)
+        if ledger.observer is not None:
+            ledger.observer(entry)

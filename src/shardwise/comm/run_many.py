@@ -176,7 +176,7 @@ def _sent(step: GroupedStep, recipe: GroupedRecipe, wire: Tensor) -> Fraction:
 
 def _entry(step: GroupedStep, recipe: GroupedRecipe, sent: Fraction) -> Sent:
     axes = step.members[0].step.source.axes.names_of(step.axes)
-    return Sent(step.kind, recipe.call, axes, step.group_size, sent)
+    return Sent(step.kind, recipe.call, axes, step.group_size, sent, grouped=True)
 
 
 def _simulated(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from shardwise.layout.errors import LayoutError
 
@@ -66,6 +66,32 @@ class Shard(Placement):
         """Whether the dim describes it completely, as in torch: no `order` and no `factors`."""
         return self.order is None and not self.factors
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """The size of block `rank` of `num_chunks`, and where it begins.
+
+        >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
+        [(2, 0), (2, 2), (1, 4), (0, 5)]
+        """
+        step = -(-curr_local_size // num_chunks)
+        begin = min(rank * step, curr_local_size)
+        return min(step, curr_local_size - begin), begin
+
+    def _local_shard_size_and_offset(self, size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        return self.local_shard_size_and_offset(size, num_chunks, rank)
+
+    def _split_tensor(
+        self, tensor: Any, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Any], list[int]]:
+        """The blocks of a tensor, padded with zeros to equal sizes if asked for, and the sizes of the padding."""
+        size = tensor.shape[self.dim]
+        spans = [self.local_shard_size_and_offset(size, num_chunks, rank) for rank in range(num_chunks)]
+        blocks = [tensor.narrow(self.dim, begin, length) for length, begin in spans]
+        padding = [spans[0][0] - length for length, _ in spans]
+        if with_padding and any(padding):
+            blocks = [_pad(b, self.dim, n) for b, n in zip(blocks, padding, strict=True)]
+        return [b.contiguous() if contiguous else b for b in blocks], padding if with_padding else []
+
     def _options(self) -> str:
         order = "" if self.order is None else f", order={self.order}"
         return order + (f", factors={self.factors}, factor={self.factor}" if self.factors else "")
@@ -75,6 +101,15 @@ class Shard(Placement):
 
     def __str__(self) -> str:
         return f"S({self.dim}{self._options()})"
+
+
+def _pad(block: Any, dim: int, count: int) -> Any:
+    """A block with zeros added at the end of a dim."""
+    shape = list(block.shape)
+    shape[dim] += count
+    out = block.new_zeros(shape)
+    out.narrow(dim, 0, block.shape[dim]).copy_(block)
+    return out
 
 
 @dataclass(frozen=True, slots=True, repr=False)

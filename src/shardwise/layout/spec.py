@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
-from shardwise.layout.placement import Placement
+from shardwise.layout.placement import Placement, Shard
 from shardwise.layout.unit_axes import UnitPlacements
 
 __all__ = ["Spec", "TensorMeta", "dtype_text"]
@@ -83,6 +84,48 @@ class Spec(Immutable):
     def ndim(self) -> int:
         """The number of dims of the tensor."""
         return self.layout.ndim
+
+    @property
+    def dim_map(self) -> list[int]:
+        """For each dim of the tensor the mesh axis that splits it, or -1, under torch's name; an axis per dim at most."""
+        out = [-1] * self.ndim
+        for axis, p in enumerate(self.placements):
+            if isinstance(p, Shard):
+                if out[p.dim] != -1:
+                    raise ValueError(
+                        f"dim_map of {self}: axes {out[p.dim]} and {axis} both split dim {p.dim}.\n"
+                        "  why: It names one axis for each dim.\n"
+                        "  fix: spec.layout.dims"
+                    )
+                out[p.dim] = axis
+        return out
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """For each dim of the tensor the number of its blocks."""
+        sizes = self.layout.axes.sizes
+        return [
+            math.prod(n for n, p in zip(sizes, self.placements, strict=True) if p.is_shard(d))
+            for d in range(self.ndim)
+        ]
+
+    @property
+    def num_shards(self) -> int:
+        """The number of different blocks."""
+        return math.prod(self.num_shards_map)
+
+    @property
+    def sums(self) -> list[int]:
+        """The mesh axes with a pending reduction."""
+        return [axis for axis, p in enumerate(self.placements) if p.is_partial()]
+
+    def is_replicated(self) -> bool:
+        """Whether every rank has the full tensor."""
+        return all(p.is_replicate() for p in self.placements)
+
+    def is_sharded(self) -> bool:
+        """Whether an axis splits the tensor."""
+        return any(p.is_shard() for p in self.placements)
 
     def with_layout(self, layout: Layout, stride: tuple[int, ...] | None = None) -> Spec:
         """Replace the layout, and the strides if given."""

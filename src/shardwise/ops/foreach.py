@@ -16,6 +16,7 @@ from shardwise.call.route import Route, Run
 from shardwise.call.schema import op_info
 from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout
+from shardwise.ops.foreach_norm import reduce_together
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, to_layout
@@ -135,8 +136,23 @@ def _on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     single = _single_op(func)
     if single is None:
         return run_on_full(func, args, kwargs)
-    results = [single(*here, **named) for here, named in _elements(func, args, kwargs)]
+    elements = list(_elements(func, args, kwargs))
+    done = (
+        _norms_together(func, elements)
+        if single is aten.linalg_vector_norm.default
+        else [None] * len(elements)
+    )
+    results = [
+        single(*here, **named) if norm is None else norm
+        for (here, named), norm in zip(elements, done, strict=True)
+    ]
     return None if op_info(func).writes else results
+
+
+def _norms_together(func: Any, elements: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    (_, *rest), named = elements[0]
+    ord = rest[0] if rest else named.get("ord", 2)
+    return reduce_together(func, [here[0] for here, _ in elements], ord, named.get("dtype"))
 
 
 FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))

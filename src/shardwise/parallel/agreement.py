@@ -16,6 +16,7 @@ from shardwise.parallel.module_tensors import slots_of
 from shardwise.tensor.consistency import check_equal
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import PlainTensorError
+from shardwise.torch_internals.collectives import own_collectives
 
 __all__ = ["check_plain_parameters", "check_same_structure"]
 
@@ -70,7 +71,8 @@ def _difference(lines: list[str], mesh: DeviceMesh, what: str) -> LayoutError:
     group = group_of(mesh, tuple(range(mesh.ndim)))
     every: list[list[str]] = [[] for _ in group.ranks]
     by_name = next(g for g in _groups(mesh) if dist.get_process_group_ranks(g) == list(group.ranks))
-    dist.all_gather_object(every, lines, group=by_name)
+    with own_collectives():
+        dist.all_gather_object(every, lines, group=by_name)
     first = every[0]
     rank = next(i for i, other in enumerate(every) if other != first)
     ours, theirs = (sorted(set(a) - set(b))[:3] for a, b in ((first, every[rank]), (every[rank], first)))

@@ -18,9 +18,14 @@ __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutpu
 Layouts = Placement | Sequence[Placement | None] | None
 
 
+# AssertionError is what torch raises here.
+class _LengthError(LayoutError, AssertionError):
+    """There are more or fewer desired layouts than layouts."""
+
+
 def _check_lengths(name: str, declared: Sequence[Any], wanted: Sequence[Any]) -> None:
     if len(declared) != len(wanted):
-        raise LayoutError(
+        raise _LengthError(
             f"{name} and desired_{name} should have same length! They have {len(declared)} and {len(wanted)} entries.",
             why="Each layout has the layout that it is converted to.",
             fix="Use None for values that are not converted.",

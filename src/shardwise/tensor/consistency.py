@@ -42,17 +42,17 @@ def checked_shape(
         values: whether to compare values along axes that replicate the tensor, not only shapes and dtypes.
     """
     axes = axes_of(mesh)
-    rows = _gather_rows(local, mesh, values)
+    rows = _gather_rows(local, mesh, values, grads=values)
     if rows is None:
         return tuple(shape) if shape is not None else tuple(local.shape)
     first = next(iter(rows.values()))
     for coord, row in rows.items():
         if row[:2] != first[:2]:
             raise LayoutError(
-                f"The block at {_at(axes, coord)} has another dtype or number of dims than the one at "
+                f"The block at {_at(axes, coord)} has another dtype, requires_grad or number of dims than the one at "
                 f"{_at(axes, next(iter(rows)))}.",
                 why="All blocks are parts of one tensor.",
-                fix="Give them the same dtype and number of dims before from_local.",
+                fix="Give them the same dtype, requires_grad and number of dims before from_local.",
             )
     shapes = {c: row[2 : 2 + row[1]] for c, row in rows.items()}
     full = tuple(shape) if shape is not None else _full_shape(shapes, axes, placements)
@@ -84,18 +84,24 @@ def digest_bytes(mesh: DeviceMesh) -> int:
     return 8 * (2 + _MAX_DIMS + 4) * n * (n - 1)
 
 
-def _gather_rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[Coord, _Row] | None:
+def _gather_rows(
+    local: Tensor, mesh: DeviceMesh, values: bool = True, grads: bool = False
+) -> dict[Coord, _Row] | None:
     """What there is to compare of each rank's tensor, by coord; None on a rank that is not on the mesh."""
+
+    def row(block: Tensor) -> _Row:
+        return _row(block, values, f"{block.requires_grad}" if grads else "")
+
     if isinstance(local, PerRank):
-        return {c: _row(local.of_rank(r), values) for r, c in members_of(mesh).items()}
+        return {c: row(local.of_rank(r)) for r, c in members_of(mesh).items()}
     me = coord_of(mesh)
     if me is None:
         return None
     if members_of(mesh) and torch.distributed.get_backend() == "fake":
-        return {c: _row(local, values) for c in members_of(mesh).values()}
+        return {c: row(local) for c in members_of(mesh).values()}
     axes = tuple(range(mesh.ndim))
     group = group_of(mesh, axes)
-    mine = torch.tensor(_row(local, values), dtype=torch.int64, device=mesh.device_type)
+    mine = torch.tensor(row(local), dtype=torch.int64, device=mesh.device_type)
     if is_counting():
         n = len(group.peers)
         record(Sent("compare blocks", "all_gather", axes_of(mesh).names, n, Fraction(mine.nbytes * (n - 1))))
@@ -103,8 +109,8 @@ def _gather_rows(local: Tensor, mesh: DeviceMesh, values: bool = True) -> dict[C
     return {c: tuple(row) for c, row in zip(group.peers, every, strict=True)}
 
 
-def _row(block: Tensor, values: bool) -> _Row:
-    kind = int.from_bytes(hashlib.sha256(f"{block.dtype}{block.layout}".encode()).digest()[:4], "big")
+def _row(block: Tensor, values: bool, also: str) -> _Row:
+    kind = int.from_bytes(hashlib.sha256(f"{block.dtype}{block.layout}{also}".encode()).digest()[:4], "big")
     shape = (*block.shape, *(-1,) * (_MAX_DIMS - block.dim()))
     return (kind, block.dim(), *shape, *(_digest(block) if values else ()))
 

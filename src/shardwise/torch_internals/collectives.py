@@ -5,7 +5,8 @@ The `default` overloads are called directly: resolving an overload costs more th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "collective_name",
+    "is_own_collective",
+    "observers",
+    "own_collectives",
     "reduce_scatter",
     "wait",
 ]
@@ -35,15 +39,46 @@ _broadcast = _functional.broadcast.default
 _reduce_scatter = _functional.reduce_scatter_tensor.default
 _wait = _functional.wait_tensor.default
 
+observers: list[object] = []
+"""The modes that watch collectives and must tell the program's own from ours; usually none."""
+_own_calls: list[None] = []
+
+
+@contextmanager
+def own_collectives() -> Iterator[None]:
+    """Mark the collectives inside the block as ours: they are counted by the ledger.
+
+    >>> with own_collectives():
+    ...     is_own_collective()
+    True
+    """
+    _own_calls.append(None)
+    try:
+        yield
+    finally:
+        _own_calls.pop()
+
+
+def is_own_collective() -> bool:
+    """Whether the collective that runs was called by this library."""
+    return bool(_own_calls)
+
+
+def _call(op: Any, *args: Any) -> Any:
+    if not observers:
+        return op(*args)
+    with own_collectives():
+        return op(*args)
+
 
 def all_gather(tensor: Tensor, group_size: int, group: str) -> Tensor:
     """Start to concatenate the tensors of all ranks along dim 0; they must be contiguous and of equal shape."""
-    return _all_gather(tensor, group_size, group)  # type: ignore[no-any-return]
+    return _call(_all_gather, tensor, group_size, group)  # type: ignore[no-any-return]
 
 
 def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
     """Start to reduce the tensors of all ranks by "sum", "product", "max" or "min", into a new tensor."""
-    return _all_reduce(tensor, op, group)  # type: ignore[no-any-return]
+    return _call(_all_reduce, tensor, op, group)  # type: ignore[no-any-return]
 
 
 def all_reduce_in_place(tensor: Tensor, op: str, group: str) -> Tensor:
@@ -53,17 +88,17 @@ def all_reduce_in_place(tensor: Tensor, op: str, group: str) -> Tensor:
 
 def reduce_scatter(tensor: Tensor, op: str, group_size: int, group: str) -> Tensor:
     """Start to reduce like `all_reduce`; each rank receives its part of dim 0, which has equal parts."""
-    return _reduce_scatter(tensor, op, group_size, group)  # type: ignore[no-any-return]
+    return _call(_reduce_scatter, tensor, op, group_size, group)  # type: ignore[no-any-return]
 
 
 def all_to_all(tensor: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
     """Start to exchange parts of dim 0, whose lengths are given for each rank of the group."""
-    return _all_to_all(tensor, receive, send, group)  # type: ignore[no-any-return]
+    return _call(_all_to_all, tensor, receive, send, group)  # type: ignore[no-any-return]
 
 
 def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start to copy the tensor of the rank at index `source` of the group to all others."""
-    return _broadcast(tensor, source, group)  # type: ignore[no-any-return]
+    return _call(_broadcast, tensor, source, group)  # type: ignore[no-any-return]
 
 
 def wait(tensor: Tensor) -> Tensor:

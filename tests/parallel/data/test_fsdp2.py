@@ -1,5 +1,6 @@
 """Collectives and bytes of a training step, counted beside those of torch's FSDP2 for the same grouping."""
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm import counting
+from shardwise.debug import CommDebugMode
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import explain
 
@@ -120,3 +122,32 @@ def test_collectives_and_bytes_are_never_more_than_those_of_fsdp2(workers, shape
     across = 2 * (sum(blocks) + head) / n * (pods - 1) / pods
     mean = sum(c[1] for _, c, *_ in found) / len(found)
     assert mean == pytest.approx(gathered + again + reduced + across)
+
+
+def test_collectives_count_under_the_ops_that_torch_calls():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = build(4, 6, mesh, fully_shard)
+        with CommDebugMode() as comm:
+            loss = model(torch.ones(2, 4)).sum()
+        assert comm.get_comm_counts() == {torch.ops.c10d._allgather_base_: 3}
+        with CommDebugMode() as comm:
+            loss.backward()
+        assert comm.get_comm_counts()[torch.ops.c10d._reduce_scatter_base_] == 3
+
+
+def test_what_programs_for_torch_see_of_a_sharded_module():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
+        with pytest.raises(AssertionError, match="can only be applied to a module once"):
+            fully_shard(model, mesh=mesh)
+        assert type(model[:1]) is nn.Sequential  # slicing gives a plain module, as in torch
+        assert type(copy.deepcopy(model)) is type(model)
+        with pytest.raises(TypeError, match="number of buffers"):
+            model.set_reduce_scatter_max_input_buffers(2.5)
+        with pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh but got DeviceMesh"):
+            fully_shard(nn.Linear(2, 2), mesh=sw.init_device_mesh("cpu", (2, 1, 1)))
+        on_meta = fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh)
+        with pytest.raises(RuntimeError, match=r"(?s)still on meta device: \['weight', 'bias'\].*why.*fix"):
+            on_meta(torch.ones(2, 4))

@@ -170,8 +170,15 @@ class FSDPModule:
         """Let the gradients of at most so many groups be reduced at the same time; one by default.
 
         Raises:
+            TypeError: it is not an int.
             ValueError: the number is less than 1.
         """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(
+                f"set_reduce_scatter_max_input_buffers got {max_input_buffers!r}.\n"
+                "  why: It is a number of buffers.\n"
+                "  fix: Pass an int of at least 1."
+            )
         if max_input_buffers < 1:
             raise ValueError(
                 f"set_reduce_scatter_max_input_buffers got {max_input_buffers}.\n"
@@ -180,6 +187,12 @@ class FSDPModule:
             )
         for group in groups_in(self, recurse):
             group.most_reductions = max_input_buffers
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted: gathers are always started ahead and waited for when their result is used."""
+
+    def _get_fsdp_state(self) -> State:
+        return required_state(self)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Accepted: gathered parameters are in memory that is allocated for each gather."""
@@ -202,7 +215,10 @@ class FSDPModule:
 
 @functools.cache
 def _data_parallel_class(cls: Any, prefix: str) -> Any:
-    return type(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    # calling the class, as slicing a Sequential does, gives a module of the original class; copies keep the new one
+    kind = type(cls)
+    meta = type(kind.__name__, (kind,), {"__call__": lambda _, *args, **kwargs: cls(*args, **kwargs)})
+    return meta(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 class _Recompute:

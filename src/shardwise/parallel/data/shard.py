@@ -85,7 +85,7 @@ def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *,
         return DataAxes(mesh, (), tuple(range(mesh.ndim)))
     if mesh.ndim > 2:
         raise LayoutError(
-            f"{what} got a mesh of {mesh.ndim} axes ({on}).",
+            f"{what} expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes ({on}).",
             why="A mesh of one axis splits parameters over it; one of two replicates over the first and splits over the second.",
             fix=f'Pass a slice, mesh["dp"], or name the axes: dp_mesh_dims=DataParallelMeshDims(shard="{on.names[0]}").',
         )
@@ -125,6 +125,11 @@ def _axes_of_info(info: Any) -> DataAxes:
     return DataAxes(mesh, *((() if a is None else (a,)) for a in (split, copied)))
 
 
+# AssertionError is what torch raises here.
+class AppliedTwiceError(RuntimeError, AssertionError):
+    """A module is data-parallel already."""
+
+
 def check_modules(modules: Sequence[Any], what: str) -> None:
     """Raise unless these are modules that are not data-parallel yet."""
     if not modules:
@@ -137,9 +142,10 @@ def check_modules(modules: Sequence[Any], what: str) -> None:
                 f"{what} got a {type(module).__name__}.\n  why: It applies to modules.\n  fix: {what}(module, mesh=mesh)"
             )
         if isinstance(module, FSDPModule) or state_of(module) is not None:
-            raise RuntimeError(
+            raise AppliedTwiceError(
                 f"{what} was called twice for a {type(module).__name__}.\n"
-                "  why: Its parameters are in a group already.\n"
+                "  why: Its parameters are in a group already. Each distinct composable distributed API can only be applied "
+                "to a module once.\n"
                 f"  fix: Call {what} once for each module, and for submodules before the modules that contain them."
             )
 

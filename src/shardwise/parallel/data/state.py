@@ -39,6 +39,7 @@ class State:
         self.modules = 1
         self.packs = True
         self._left = 0
+        self._is_materialized = False
         self.forward_order: Order[Group] = Order()
         self.backward_order: Order[Group] = Order()
 
@@ -74,6 +75,8 @@ class State:
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module with gathered parameters."""
+        if not self._is_materialized:
+            self._check_materialized((args, kwargs))
         entered: list[Group] = []
         with self._pass((args, kwargs)):
             try:
@@ -92,6 +95,18 @@ class State:
             for group in entered:
                 group.leave(free=frees)
         return out if self.policy.output_dtype is None else _cast(out, self.policy.output_dtype)
+
+    def _check_materialized(self, args: Any) -> None:
+        """Raise if a parameter is on the meta device and an argument is not."""
+        meta = [slot.name for group in self.groups for slot in group.slots if slot.param.is_meta]
+        self._is_materialized = not meta
+        if meta and any(isinstance(x, Tensor) and not x.is_meta for x in flatten(args)[0]):
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still on "
+                f"meta device: {meta} of {self.name}.\n"
+                "  why: A tensor on the meta device has no values to gather.\n"
+                "  fix: module.to_empty(device=...), then initialize the parameters; or materialize(module)"
+            )
 
     def set_reshard(self, reshard: bool | int | None, what: str) -> None:
         """Set whether to free gathered blocks after the forward pass; a number is the size of groups that keep them."""

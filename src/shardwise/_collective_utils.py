@@ -1,0 +1,65 @@
+"""Where torch keeps collectives along one axis of a mesh, and padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.layout import Placement, Replicate, Shard
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["mesh_broadcast", "mesh_scatter", "pad_tensor", "shard_dim_alltoall", "unpad_tensor"]
+
+
+def mesh_broadcast(
+    tensor: Tensor, mesh: DeviceMesh, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
+) -> Any:
+    """Broadcast a tensor along an axis of the mesh, in place, from the rank with coordinate `group_src` on it."""
+    if tensor.is_meta or mesh.get_coordinate() is None:
+        return None
+    return dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=group_src, async_op=async_op)
+
+
+def mesh_scatter(
+    output: Tensor,
+    scatter_list: list[Tensor],
+    mesh: DeviceMesh,
+    mesh_dim: int = 0,
+    async_op: bool = False,
+    *,
+    group_src: int = 0,
+) -> Any:
+    """Scatter a list of tensors along an axis of the mesh, from the rank with coordinate `group_src` on it."""
+    if output.is_meta or mesh.get_coordinate() is None:
+        return None
+    group = mesh.get_group(mesh_dim)
+    parts = scatter_list if dist.get_rank(group) == group_src else None
+    return dist.scatter(output, parts, group=group, group_src=group_src, async_op=async_op)
+
+
+def shard_dim_alltoall(
+    input: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> Tensor:
+    """The block of this rank after an axis that splits `gather_dim` splits `shard_dim` instead."""
+    before: list[Placement] = [Replicate()] * mesh.ndim
+    after = list(before)
+    before[mesh_dim], after[mesh_dim] = Shard(gather_dim), Shard(shard_dim)
+    return DTensor.from_local(input, mesh, before).redistribute(placements=after).to_local()
+
+
+def pad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
+    """The tensor with `pad_size` zeros added at the end of a dim."""
+    if pad_size == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[pad_dim] = pad_size
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=pad_dim)
+
+
+def unpad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
+    """The tensor without the last `pad_size` elements of a dim."""
+    return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
