@@ -136,6 +136,23 @@ PROGRAMS_OF_THE_ISSUE = {
     "a write to an inference tensor": """
         with torch.inference_mode(): x = make((5, 4), L)
         x.add_(1)""",
+    "data of an inference tensor": """
+        with torch.inference_mode(): x = make((5, 4), L)
+        d = x.data
+        with torch.inference_mode(): d.mul_(2)
+        with torch.inference_mode(): x.add_(1)
+        d.detach_()""",
+    "integers take a value that requires grad": """
+        x = make((5, 4), L, "int64")
+        f = make((4,), R, grad=True)
+        x[1:3] = f
+        x[0] = f.detach().sum()
+        x[:, 1] = f.detach()[0]""",
+    "views in other dtypes": """
+        x = make((3, 4), L, "int64")
+        v = x.view(torch.int32).unflatten(0, (3, 1)).unbind(0)[2]
+        x.zero_()
+        v.data.add_(-1)""",
     "foreach on an inference tensor": """
         with torch.inference_mode(): x = make((5, 4), L)
         torch._foreach_add_([x], 1)""",

@@ -17,11 +17,10 @@ from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
 from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
-from shardwise.call.own_strides import with_own_strides
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
-from shardwise.call.strides import match_strides
+from shardwise.call.strides import match_strides, with_own_strides
 from shardwise.call.submesh import (
     common_submesh,
     mesh_beside_numbers,

@@ -10,12 +10,13 @@ import torch
 
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.dispatcher import records_views, tracking_views, without_dispatch
+from shardwise.torch_internals.dispatcher import tracking_views, without_dispatch
 from shardwise.torch_internals.subclass import bump_versions
 
 __all__ = ["run_inplace_view"]
 
 aten = torch.ops.aten
+_COMPOSITE = frozenset({aten.swapdims_.default, aten.swapaxes_.default})
 
 
 def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -29,9 +30,9 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             result: DTensor = x.view(-1)[: math.prod(args[1])].view(args[1])  # type: ignore[assignment]
         else:
             result = op_info(func).out_of_place(*args, **kwargs)
-    x._adopt(result)
-    if not records_views(func):  # a composite op, which inference mode passes on whole
+    if func in _COMPOSITE:  # inference mode passes it on whole, and so does not count the write
         bump_versions([x])
+    x._adopt(result)
     with without_dispatch():
         func(*args, **kwargs)  # changes the sizes and strides of the wrapper
     return x
