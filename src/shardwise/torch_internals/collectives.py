@@ -83,7 +83,7 @@ def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
 
 def all_reduce_in_place(tensor: Tensor, op: str, group: str) -> Tensor:
     """Start to reduce like `all_reduce`, into the tensor itself, which is returned."""
-    return _all_reduce_in_place(tensor, op, group)  # type: ignore[no-any-return]
+    return _call(_all_reduce_in_place, tensor, op, group)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(tensor: Tensor, op: str, group_size: int, group: str) -> Tensor:
