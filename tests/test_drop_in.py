@@ -866,6 +866,24 @@ program(
     """,
 )
 program(
+    "implicit communication is refused, requests are not",
+    """
+    from torch.distributed.tensor._random import OffsetBasedRNGTracker, _rng_tracker
+    from torch.distributed.tensor._utils import ExplicitRedistributionContext
+    x, y = (distribute_tensor(grid(8, 8), line(), [Shard(d)]) for d in (0, 1))
+    found = [isinstance(_rng_tracker, OffsetBasedRNGTracker)]
+    with ExplicitRedistributionContext():
+        for call in (lambda: x + x, lambda: x + y, lambda: (x + y.redistribute(placements=[Shard(0)])), lambda: x.full_tensor()):
+            try:
+                found.append(tuple(call().shape))
+            except RuntimeError:
+                found.append("refused")
+        with ExplicitRedistributionContext(enable=False):
+            found.append(tuple((x + y).shape))
+    return found
+    """,
+)
+program(
     "private names",
     """
     from torch.distributed.tensor._api import _shard_tensor

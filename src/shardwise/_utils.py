@@ -1,5 +1,29 @@
-"""Where torch keeps the geometry of blocks."""
+"""Where torch keeps the geometry of blocks, and the context that refuses implicit communication."""
+
+from contextlib import AbstractContextManager
 
 from shardwise.api.geometry import compute_local_shape_and_global_offset
+from shardwise.tensor.policy import policy
 
-__all__ = ["compute_local_shape_and_global_offset"]
+__all__ = ["ExplicitRedistributionContext", "compute_local_shape_and_global_offset"]
+
+
+def ExplicitRedistributionContext(  # noqa: N802
+    enable: bool = True, strict: bool = False, mode: str = "raise"
+) -> AbstractContextManager[None]:
+    """Refuse communication that the program did not ask for: `policy(implicit="error")`, under torch's name.
+
+    Args:
+        enable: False allows it, for a block inside another one.
+        strict: accepted; moves without communication are never refused.
+        mode: "raise", or "warn" for a warning.
+    """
+    if mode not in ("raise", "warn"):
+        raise ValueError(
+            f"ExplicitRedistributionContext got mode={mode!r}.\n"
+            "  why: It raises an error or warns.\n"
+            '  fix: mode="raise" or mode="warn"'
+        )
+    if not enable:
+        return policy(implicit="allow")
+    return policy(implicit="error" if mode == "raise" else "warn")
