@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from shardwise.torch_internals.subclass import can_become_view, is_used_elsewhere, view_base, view_offset
+from shardwise.torch_internals.subclass import (
+    can_become_view,
+    has_views,
+    is_used_elsewhere,
+    view_base,
+    view_offset,
+)
 
 __all__ = ["ShapeMethods"]
 
@@ -25,6 +31,10 @@ _USED = """{name} was called on the DTensor {spec}, of which there are views or 
   why: Their gradients are computed from the tensor as it was. It cannot change, because it is a leaf that requires grad, or \
 retain_grad() was called on it.
   fix: y = x.{out_of_place}(...), or call x.{name}(...) before the tensor is used."""
+
+_GROWS = """resize_ to {shape} was called on the DTensor {spec}, which shares its memory with views.
+  why: A larger tensor needs new memory, which views of the old one would not share.
+  fix: y = x.new_empty({shape}), and copy what you need of x; or call resize_ before there are views."""
 
 _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
   why: The view was created, then x.{name}(...) changed the shape of the tensor, then x.requires_grad_() was called.
@@ -105,7 +115,10 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0])
     shape = [int(n) for n in size]
-    fits = x.is_contiguous() and math.prod(shape) <= x.numel() and min(shape, default=0) >= 0
+    grows = math.prod(shape) > x.numel() > 0 and min(shape, default=0) >= 0
+    if grows and not x.requires_grad and (view_base(x) is not None or has_views(x)):
+        raise RuntimeError(_GROWS.format(spec=x._spec, shape=tuple(shape)))
+    fits = x.is_contiguous() and not grows and math.prod(shape) <= x.numel() and min(shape, default=0) >= 0
     if not fits or memory_format is not torch.contiguous_format or x.requires_grad:
         return None
     return x.view(-1)[: math.prod(shape)].view(shape)

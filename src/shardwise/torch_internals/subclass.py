@@ -14,6 +14,7 @@ __all__ = [
     "can_become_view",
     "change_places",
     "disabled_torch_function",
+    "has_views",
     "is_parameter",
     "is_used_elsewhere",
     "make_wrapper",
@@ -169,6 +170,20 @@ def is_used_elsewhere(x: Tensor) -> bool:
         return x.retains_grad and bool(tensor._use_count() > 1)
     node = torch.autograd.graph.get_gradient_edge(x).node  # refers to the tensor as well
     return node is not None and bool(tensor._use_count() > 2)
+
+
+def has_views(x: Tensor) -> bool:
+    """Whether views refer to a tensor that does not require a gradient.
+
+    >>> x = torch.ones(2)
+    >>> has_views(x)
+    False
+    >>> v = x[1:]
+    >>> has_views(x)
+    True
+    """
+    tensor: Any = x
+    return bool(tensor._use_count() > 1)
 
 
 def change_places(x: Tensor, y: Tensor, is_write: bool = True) -> None:
