@@ -576,7 +576,7 @@ def test_bad_input():
             (lambda: fully_shard([], mesh=mesh), ValueError, "empty list"),
             (lambda: fully_shard(torch.ones(2), mesh=mesh), ValueError, "got a Tensor"),
             (lambda: fully_shard(build("mlp"), mesh="cpu"), TypeError, "got str for a mesh"),
-            (lambda: fully_shard(build("mlp"), mesh=three), ValueError, "mesh of 3 axes"),
+            (lambda: fully_shard(build("mlp"), mesh=three), ValueError, "of 3 axes"),
             (
                 lambda: fully_shard(build("mlp"), mesh=other, shard_placement_fn=lambda p: Shard(2)),
                 ValueError,
