@@ -35,7 +35,7 @@ class DTensorSpec(metaclass=_SpecType):
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ...     DTensorSpec(mesh, (sw.Shard(0),), TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32))
-    Spec(f32[4:tp, 3] on (tp=2))
+    Spec(f32[4:tp, 3] on tp=2)
     """
 
     def __new__(
