@@ -10,8 +10,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from shardwise.comm.launch import Workers
-from shardwise.comm.mesh import forget_groups
-from shardwise.plan.settings import forget_decisions
+from shardwise.comm.simulate import forget_world
 
 # No deadline: the time of one example depends more on the machine than on the code.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -36,8 +35,7 @@ def workers(team: Workers) -> Iterator[Workers]:
 
 def destroy_groups() -> None:
     """Destroy the process groups of meshes: each has threads that poll, about 1 % of a core for ever."""
-    forget_decisions()
-    forget_groups()
+    forget_world()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and not group.group_name.startswith("shardwise_"):
             dist.destroy_process_group(group)

@@ -20,7 +20,7 @@ from shardwise.torch_internals.process_groups import simulated_world
 
 install_hooks()
 
-__all__ = ["at_simulation_end", "is_simulated", "on_mesh", "per_rank", "simulate"]
+__all__ = ["at_simulation_end", "forget_world", "is_simulated", "on_mesh", "per_rank", "simulate"]
 
 _simulated: list[int] = []  # the world size, inside a simulation
 _at_end: list[Callable[[], object]] = []
@@ -39,6 +39,11 @@ def at_simulation_end(callback: Callable[[], object]) -> None:
     given, even if one raises.
     """
     _at_end.append(callback)
+
+
+def forget_world() -> None:
+    """Drop what is cached for the meshes of this process, as at the end of a simulation; for when they are destroyed."""
+    _call_all([forget_groups, *_at_end])
 
 
 def _run_plain(name: str, *args: Any) -> Any:
@@ -99,7 +104,7 @@ def simulate(world_size: int) -> Iterator[None]:
             "  fix: Simulate in another process, or call torch.distributed.destroy_process_group() first."
         )
     with ExitStack() as stack:
-        stack.callback(lambda: _call_all([forget_groups, *_at_end]))
+        stack.callback(forget_world)
         stack.enter_context(restored_mesh_stack())
         # nothing is sent: collectives run on the blocks of all ranks, in PerRank tensors
         stack.enter_context(simulated_world(world_size, _run_plain, lambda: _current_rank[-1]))
