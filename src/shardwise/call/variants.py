@@ -80,4 +80,6 @@ def _resized(t: Tensor, shape: torch.Size) -> Tensor:
             f"match the required output shape {list(shape)}. Pass an empty tensor, or one of that shape.",
             stacklevel=2,
         )
-    return t.resize_(shape)
+    return torch.Tensor.resize_(
+        t, shape
+    )  # not the method of DTensor, which takes the op's own reference for a view
