@@ -19,7 +19,7 @@ from shardwise.call.view_scatter import COMPUTED
 from shardwise.call.writes import Memory, memory_of, shares_memory
 from shardwise.comm import PerRank
 from shardwise.comm.simulate import at_simulation_end
-from shardwise.layout import Layout, Spec, largest_block
+from shardwise.layout import Layout, Spec, is_dense, largest_block
 from shardwise.plan import Plan
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
@@ -143,7 +143,7 @@ def _origin(t: Tensor) -> _Origin | None:
     if not isinstance(root, DTensor) or root.dtype is not t.dtype:
         return None
     # shape and strides tell how the elements of a view are arranged only if it has them all
-    if root is not t and not (root.numel() == t.numel() and _is_dense(t._spec) and _is_dense(root._spec)):
+    if root is not t and not (root.numel() == t.numel() and _is_dense(t) and _is_dense(root)):
         return None
     block, whole = _memory(t), _memory(root)
     if block is None or whole is None or not _is_plain(block) or not shares_memory(block, whole):
@@ -176,23 +176,8 @@ def _memory(t: DTensor) -> Tensor | None:
     return block
 
 
-def _is_dense(spec: Spec) -> bool:
-    """Whether each element has a place of its own in memory, and there are no gaps between them.
-
-    >>> from shardwise.layout import Axes
-    >>> layout = Layout.replicated((2, 3), Axes((2,)))
-    >>> [_is_dense(Spec(None, layout, "float32", (2, 3), stride)) for stride in ((3, 1), (1, 2), (0, 1), (6, 2))]
-    [True, True, False, False]
-    """
-    if spec.stride is None:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def _is_dense(t: DTensor) -> bool:
+    return t._spec.stride is not None and is_dense(t._spec.shape, t._spec.stride)
 
 
 def unshared(result: Tensor, blocks: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.view_scatter import COMPUTED
 from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank
-from shardwise.layout import LayoutError
+from shardwise.layout import LayoutError, is_dense
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["FORBIDS_ALIAS", "check_overlap"]
@@ -118,11 +118,4 @@ def _on(whole: Tensor, x: DTensor) -> Tensor:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of a tensor fill its memory without gaps, each once."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return is_dense(x.shape, x.stride())

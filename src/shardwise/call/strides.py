@@ -20,6 +20,7 @@ from shardwise.call.arguments import map_leaves
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Run
 from shardwise.comm import map_ranks
+from shardwise.layout import is_dense
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = [
@@ -129,15 +130,7 @@ def with_own_strides(call: OpCall, inner: Run) -> Run:
 
 def _meaningful(t: Tensor) -> tuple[int, ...] | None:
     """The strides of a tensor of several dims whose elements fill its memory without gaps, each once."""
-    if t.dim() < 2 or t.numel() < 2:
-        return None
-    expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return None
-            expected *= size
-    return t.stride()
+    return t.stride() if t.dim() > 1 and t.numel() > 1 and is_dense(t.shape, t.stride()) else None
 
 
 def _restrided(x: Any, stride: tuple[int, ...] | None) -> Any:

@@ -9,6 +9,7 @@ from shardwise.layout.geometry import (
     contiguous_stride,
     global_shape,
     global_stride,
+    is_dense,
     largest_block,
     owned,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "first_block",
     "global_shape",
     "global_stride",
+    "is_dense",
     "largest_block",
     "owned",
     "parse_layout",

@@ -15,6 +15,7 @@ __all__ = [
     "contiguous_stride",
     "global_shape",
     "global_stride",
+    "is_dense",
     "largest_block",
     "owned",
 ]
@@ -128,3 +129,18 @@ def global_stride(shape: Sequence[int], local_stride: Sequence[int]) -> tuple[in
         out[d] = step
         step *= max(shape[d], 1)
     return tuple(out)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether each element has a place of its own in memory, and there are no gaps between them.
+
+    >>> [is_dense((2, 3), stride) for stride in ((3, 1), (1, 2), (0, 1), (6, 2))]
+    [True, True, False, False]
+    """
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
