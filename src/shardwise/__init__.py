@@ -21,13 +21,13 @@ from shardwise.comm.measure import measure_costs as _measure_costs
 from shardwise.dispatch import dispatch as _dispatch
 from shardwise.drop_in import InstallError, install, installed
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
+from shardwise.layout import StridedShard as _StridedShard  # noqa: F401
 from shardwise.ops import install_patches as _install_patches
 from shardwise.ops import one_device
 from shardwise.parallel.describe import describe
 from shardwise.parallel.distribute_module import distribute_module
 from shardwise.parallel.load_sharded import load_sharded
 from shardwise.parallel.materialize import materialize
-from shardwise.placement_types import _StridedShard as _StridedShard
 from shardwise.plan import CostModel, GroupedPlan, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError
 from shardwise.rules.proof import prove_by as _prove_by

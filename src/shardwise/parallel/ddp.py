@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.layout import Spec
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.modules import own_parameters
 
 __all__: list[str] = []
 
@@ -21,13 +22,13 @@ def _localize_dtensor(module: nn.Module, *_: Any, ignored_params: Iterable[nn.Pa
     ignored = {id(p) for p in ignored_params or ()}
     new: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        params: dict[str, Any] = owner._parameters
+        params = own_parameters(owner)
         for name, param in list(params.items()):
             if hasattr(param, "_dtensor_spec"):
                 owner.__dict__.pop(name, None)
             elif isinstance(param, DTensor) and id(param) not in ignored:
                 if id(param) not in new:
-                    block: Any = nn.Parameter(param.detach().to_local(), param.requires_grad)
+                    block: Any = nn.Parameter(param.to_local().detach(), param.requires_grad)
                     block._dtensor_spec = param._spec
                     new[id(param)] = block
                 params[name] = new[id(param)]
@@ -37,7 +38,7 @@ def _reconstruct_dtensor(module: nn.Module, _input: Any) -> None:
     """Let the module find DTensors, of which its parameters are the blocks, until the call ends."""
     made: dict[int, DTensor] = {}
     for owner in module.modules():
-        for name, param in owner._parameters.items():
+        for name, param in own_parameters(owner).items():
             spec: Spec | None = getattr(param, "_dtensor_spec", None)
             if param is None or spec is None:
                 continue
