@@ -106,7 +106,7 @@ __all__ = [
 ]
 
 _SUBMODULES = frozenset(
-    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils debug device_mesh experimental".split()
+    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils debug device_mesh experimental placement_types".split()
 )
 """Modules that torch's package has as attributes; ours are imported when they are first asked for."""
 

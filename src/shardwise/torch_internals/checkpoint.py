@@ -6,6 +6,7 @@ Its modules are imported where they are used: they import torch's DTensor, and w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,24 +14,24 @@ import torch
 __all__ = ["chunk", "write_item"]
 
 
+def _module(name: str) -> Any:
+    return import_module(f"torch.distributed.checkpoint.{name}")
+
+
 def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
     """The metadata of a rectangular part of a tensor."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    return _module("metadata").ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
 def write_item(
     fqn: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, shape: torch.Size
 ) -> Any:
     """The request to write a rectangular part of a tensor of this dtype and shape."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    return WriteItem(
-        index=MetadataIndex(fqn, torch.Size(offsets)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=chunk(offsets, sizes), properties=TensorProperties(dtype=dtype), size=shape
+    metadata, planner = _module("metadata"), _module("planner")
+    return planner.WriteItem(
+        index=metadata.MetadataIndex(fqn, torch.Size(offsets)),
+        type=planner.WriteItemType.SHARD,
+        tensor_data=planner.TensorWriteData(
+            chunk=chunk(offsets, sizes), properties=metadata.TensorProperties(dtype=dtype), size=shape
         ),
     )
