@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from shardwise.layout import Layout
 from shardwise.parallel.plain import to_plain
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.redistribute import grad_layout
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.autograd import (
     accumulating_leaf,
@@ -82,7 +81,7 @@ def _postpone(grad: DTensor, target: Layout) -> bool:
     nbytes = grad.numel() * grad.dtype.itemsize // ranks
     if (
         nbytes >= _LARGE
-        or grad_layout(pending) is not target
+        or pending.with_partial({}) is not target
         or any(op != "sum" for _, op in pending.partial)
     ):
         return False
@@ -120,15 +119,14 @@ class _PendingSums:
     def reduce(self) -> None:
         """Reduce what is pending, in the memory that the gradients had before the pass."""
         waiting = [
-            (p, b)
-            for p, b in self._waiting.values()
+            (p, p.grad, before)
+            for p, before in self._waiting.values()
             if isinstance(p.grad, DTensor) and p.grad.sharding.partial
         ]
         self._waiting, self._bytes = {}, 0
-        reduced = redistribute_many(
-            [p.grad for p, _ in waiting], [grad_layout(p.grad.sharding) for p, _ in waiting]
-        )
-        for (p, before), grad in zip(waiting, reduced, strict=True):
+        targets = [pending.sharding.with_partial({}) for _, pending, _ in waiting]
+        reduced = redistribute_many([pending for _, pending, _ in waiting], targets)
+        for (p, _, before), grad in zip(waiting, reduced, strict=True):
             if isinstance(before, DTensor) and before.sharding is grad.sharding:
                 p.grad = before.copy_(grad)
             else:
