@@ -22,6 +22,7 @@ from shardwise.comm.recipe import recipe_for
 from shardwise.layout import block_shape, contiguous_stride
 from shardwise.plan import GroupedStep
 from shardwise.plan.exchange import place_of
+from shardwise.torch_internals.flat import flattened, parts_of, shape_models
 
 __all__ = ["GroupedRecipe", "grouped_recipe_for"]
 
@@ -161,13 +162,12 @@ class _Results(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     offsets: tuple[int, ...]  # in elements of the buffer
     size: int
+    models: tuple[Tensor, ...]  # of the shapes, if all results have one dtype and none is empty
 
     def of(self, buffer: Tensor) -> list[Tensor]:
-        dtype = self.dtypes[0]
-        if all(other is dtype for other in self.dtypes):
-            typed = buffer if buffer.dtype is dtype else buffer.view(dtype)
-            parts = typed.split([math.prod(shape) for shape in self.shapes])
-            return [part.view(shape).data for part, shape in zip(parts, self.shapes, strict=True)]
+        if self.models and type(buffer) is Tensor:
+            dtype = self.dtypes[0]
+            return parts_of(buffer if buffer.dtype is dtype else buffer.view(dtype), self.models)
         out = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             count = math.prod(shape) * (dtype.itemsize // buffer.itemsize)
@@ -187,7 +187,8 @@ def _results(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype], unit: 
         offsets.append(size)
         count = math.prod(shape) * dtype.itemsize // unit
         size += -(-count // align) * align
-    return _Results(shapes, tuple(dtypes), tuple(offsets), size)
+    models = shape_models(shapes) if len(set(dtypes)) == 1 else ()
+    return _Results(shapes, tuple(dtypes), tuple(offsets), size, models)
 
 
 def _words(block: Tensor, word: torch.dtype) -> Tensor:
@@ -214,12 +215,14 @@ def _move(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> Groupe
         return found
 
     if step.kind == "all-gather" and all(len(set(b.counts)) == 1 for b in arriving):
-        return GroupedRecipe(
-            "all_gather",
-            lambda blocks: torch.cat([_words(b, word) for b in blocks]),
-            unpack,
-            move_codec(word),
-        )
+        alike = len(set(dtypes)) == 1 and not dtypes[0].is_complex
+
+        def pack_all(blocks: _Blocks) -> Tensor:
+            if alike and type(blocks[0]) is Tensor:
+                return flattened(blocks).view(word)
+            return torch.cat([_words(b, word) for b in blocks])
+
+        return GroupedRecipe("all_gather", pack_all, unpack, move_codec(word))
     going = _chunks([boxes_in_source(*w).repeated(k) for w, k in zip(where, factors, strict=True)])
 
     def pack(blocks: _Blocks) -> Tensor:
@@ -267,7 +270,7 @@ def _all_reduce(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedReci
     views = _views(step, me, dtype)
     return GroupedRecipe(
         "all_reduce",
-        lambda blocks: torch.cat([b.reshape(-1) for b in blocks]),
+        flattened,
         lambda received, _: views(received),
         reduce_codec(dtype, step.op),
     )

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import axes_of
+from shardwise.comm import PerRank, axes_of
 from shardwise.parallel.data.group import Group, forget_interrupted_passes
 from shardwise.parallel.data.passes import Order, backward_was_interrupted, current_pass, new_pass
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.autograd import hold, in_backward
 from shardwise.torch_internals.pytree import flatten
 
 __all__ = ["STATE", "State", "groups_in", "modules_in", "required_state", "state_of"]
@@ -94,6 +94,8 @@ class State:
             frees = self._frees()
             for group in entered:
                 group.leave(free=frees)
+        if any(group.is_in_place for group in entered) and torch.is_grad_enabled():
+            _hold_groups(out, self.groups)
         return out if self.policy.output_dtype is None else _cast(out, self.policy.output_dtype)
 
     def _check_materialized(self, args: Any) -> None:
@@ -124,6 +126,14 @@ class State:
         is_root = now is not None and now.root is self
         reshard = not is_root if self.reshard is None else self.reshard
         return reshard and self._left == 0
+
+
+def _hold_groups(out: Any, groups: tuple[Group, ...]) -> None:
+    """Keep groups as long as the graph of these results, which refers to them weakly."""
+    for x in flatten(out)[0]:
+        for t in x.ranks if isinstance(x, PerRank) else (x,):
+            if isinstance(t, Tensor):
+                hold(t, groups)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
