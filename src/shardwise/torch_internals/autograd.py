@@ -16,7 +16,6 @@ __all__ = [
     "current_backward",
     "has_saved_tensor_hooks",
     "has_tangent",
-    "hold",
     "in_backward",
     "is_hooked",
     "restore_hooks",
@@ -107,13 +106,7 @@ def is_hooked(leaf: Tensor) -> bool:
     >>> is_hooked(x), is_hooked(torch.ones(1, requires_grad=True))
     (True, False)
     """
-    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
-
-
-def hold(result: Tensor, what: object) -> None:
-    """Keep an object alive as long as the graph of this result."""
-    if result.grad_fn is not None:
-        result.grad_fn.metadata["shardwise"] = what
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def run_when_ready(result: Tensor) -> None:

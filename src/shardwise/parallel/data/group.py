@@ -7,6 +7,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,7 @@ class Group:
         out = object.__new__(Group)
         memo[id(self)] = out
         vars(out).update(vars(self))
+        vars(out).pop("_homes", None)
         out.slots = [copy.deepcopy(slot, memo) for slot in self.slots]
         out.ahead = {key: [copy.deepcopy(g, memo) for g in groups] for key, groups in self.ahead.items()}
         out._reset()
@@ -207,6 +209,7 @@ class Group:
             self._gather_in_backward()
         elif now is not None:
             self._pass = now
+            now.groups.append(self)
             self.backward_order = now.root.backward_order
             self.gather_in_order(now.root.forward_order, "forward")
         self._register(now)
@@ -220,11 +223,12 @@ class Group:
 
     def _params(self) -> list[DTensor]:
         """The stored parameters, as the modules have them."""
-        params = [home[name] for home, name in self._homes()]
+        params = [home[name] for home, name in self._homes]
         if len(params) != len(self._seen) or not all(map(operator.is_, params, self._seen)):
             self._seen = params = [slot.param for slot in self.slots]
         return params
 
+    @cached_property
     def _homes(self) -> list[tuple[dict[str, Any], str]]:
         return [slot.homes[0] for slot in self.slots]
 
@@ -287,13 +291,15 @@ class Group:
         if last is None or not is_here or last.key != key:
             # tensors of inference mode could not be used outside of it
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                self._tensors = last = _Tensors(key, self._tensors_of(params, blocks or self.gather(), whole), blocks)
+                self._tensors = last = _Tensors(
+                    key, self._tensors_of(params, blocks or self.gather(), whole), blocks
+                )
         return last.tensors
 
     def _tensors_of(self, params: Sequence[DTensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
         out: dict[int, Tensor] = {}
-        reduce: Reduce = self.reduce if not self.is_in_place else _Weak(self)
+        reduce: Reduce = _Weak(self)
         for bucket in self.buckets:
             trained = {i: self.slots[i] for i in bucket if params[i].requires_grad}
             if trained and torch.is_grad_enabled():
@@ -328,7 +334,9 @@ class Group:
         if not self.sync or self._accumulated:
             for i, grad in given.items():
                 self._accumulate(i, grad)
-            given = {i: self._accumulated.pop(i) for i in slots if i in self._accumulated} if self.sync else {}
+            given = (
+                {i: self._accumulated.pop(i) for i in slots if i in self._accumulated} if self.sync else {}
+            )
         if self.reshard_after_backward:
             self.free()
         if not self.sync:
@@ -356,9 +364,7 @@ class Group:
         )
         return joined(slot.raw(block, whole), self.mesh)
 
-    def _start_reduction(
-        self, slots: Sequence[int], given: dict[int, Tensor]
-    ) -> tuple[list[int], Finish]:
+    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> tuple[list[int], Finish]:
         """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
         if not given and not any(i in slots for i in self.reduction.keeps):
             return [], lambda params: []

@@ -16,6 +16,7 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
+from shardwise.torch_internals.subclass import new_dtensor
 
 Finish = Callable[[Sequence[DTensor]], Sequence[DTensor | None]]
 """Waits for gradients that are being reduced, and returns them, given the stored parameters."""
@@ -159,7 +160,7 @@ class Reduction:
                 b.dtype is not s.dtype for b, s in zip(blocks, specs, strict=True)
             ):
                 blocks = [b.to(device=device, dtype=s.dtype) for b, s in zip(blocks, specs, strict=True)]
-            return [DTensor(b, s) for b, s in zip(blocks, specs, strict=True)]
+            return [new_dtensor(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
 
         return finish
 
