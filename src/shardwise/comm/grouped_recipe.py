@@ -52,7 +52,10 @@ class GroupedRecipe:
 
 
 def grouped_recipe_for(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> GroupedRecipe:
-    """The recipe of a grouped step for the rank at `me`, given the dtype of each member."""
+    """The recipe of a grouped step for the rank at `me`, given the dtype of each member.
+
+    Blocks that are reduced may have another dtype: they are cast when they are packed.
+    """
     match step.kind:
         case "local":
             return _local(step, me, dtypes)
@@ -101,12 +104,18 @@ class _Chunks(NamedTuple):
         int, ...
     ]  # if blocks are equal boxes in peer order, the elements of a box of each block; otherwise empty
 
-    def pack(self, blocks: _Blocks) -> Tensor:
+    def pack(self, blocks: _Blocks, dtype: torch.dtype | None = None) -> Tensor:
+        """The blocks in a buffer of a dtype; None for their own."""
+        dtype = dtype or blocks[0].dtype
         if self.rows:  # the chunks are the rows of a matrix, in which each block is some columns
             peers = len(self.sizes)
             parts = [block.view(peers, row) for block, row in zip(blocks, self.rows, strict=True)]
+            if blocks[0].dtype is not dtype:
+                return torch.cat(parts, 1, out=blocks[0].new_empty(peers, sum(self.rows), dtype=dtype)).view(
+                    -1
+                )
             return torch.cat(parts, 1).view(-1) if len(parts) > 1 else parts[0].reshape(-1).clone()
-        buffer = blocks[0].new_empty(sum(self.sizes))
+        buffer = blocks[0].new_empty(sum(self.sizes), dtype=dtype)
         for region in self.regions:
             part = self.boxes[region.tensor].stack(blocks[region.tensor], region.run)
             region.of_buffer(buffer).copy_(part)
@@ -270,7 +279,7 @@ def _all_reduce(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedReci
     views = _views(step, me, dtype)
     return GroupedRecipe(
         "all_reduce",
-        flattened,
+        lambda blocks: flattened(blocks, dtype),
         lambda received, _: views(received),
         reduce_codec(dtype, step.op),
     )
@@ -281,7 +290,7 @@ def _reduce_scatter(step: GroupedStep, me: Coord, dtype: torch.dtype) -> Grouped
     going, views = _chunks(leaving), _views(step, me, dtype)
 
     def pack(blocks: _Blocks) -> Tensor:
-        return going.pack([b.contiguous() for b in blocks])
+        return going.pack([b.contiguous() for b in blocks], dtype)
 
     if all(len(set(b.counts)) == 1 for b in leaving):
         return GroupedRecipe(

@@ -15,13 +15,19 @@ _unflatten: Any = torch._C._nn.unflatten_dense_tensors
 _below_views: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype one after the other, in new memory.
+def flattened(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The elements of tensors of one dtype one after the other, in new memory; cast to a dtype if one is given.
 
     >>> flattened([torch.zeros(1, 2), torch.ones(1)])
     tensor([0., 0., 1.])
+    >>> flattened([torch.ones(1), torch.ones(1)], torch.float64)
+    tensor([1., 1.], dtype=torch.float64)
     """
-    return _flatten(tensors) if len(tensors) > 1 else tensors[0].resolve_neg().reshape(-1).clone()  # type: ignore[no-any-return]
+    first = tensors[0]
+    if dtype is not None and first.dtype is not dtype:
+        out = first.new_empty(sum(t.numel() for t in tensors), dtype=dtype)
+        return torch.cat([t.reshape(-1) for t in tensors], out=out)
+    return _flatten(tensors) if len(tensors) > 1 else first.resolve_neg().reshape(-1).clone()  # type: ignore[no-any-return]
 
 
 def shape_models(shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

@@ -91,13 +91,11 @@ class Reduction:
         return order, self._finish([slots[i] for i in order], pending), pending
 
     def _usual_items(self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]) -> tuple[Item, ...] | None:
-        """The moves of gradients that are plain tensors in the dtype to reduce in; None for others."""
+        """The moves of gradients that are plain tensors of one dtype; None for others."""
         dtypes = {g.dtype for g in grads.values()}
         if len(dtypes) != 1 or {type(g) for g in grads.values()} - {Tensor, PerRank}:
             return None
-        (dtype,) = dtypes
-        if self.reduce_dtype not in (None, dtype):
-            return None
+        dtype = self.reduce_dtype or dtypes.pop()  # they are cast when they are packed
         key = (*grads, dtype, self._op)
         found = self._items.get(key)
         if found is None:
