@@ -95,7 +95,7 @@ def accumulates_everywhere() -> bool:
     >>> seen
     [True, False]
     """
-    return torch._C._will_engine_execute_node(_probe_node)  # type: ignore[no-any-return, attr-defined]
+    return torch._C._will_engine_execute_node(_probe_node)
 
 
 def is_hooked(leaf: Tensor) -> bool:
@@ -106,7 +106,7 @@ def is_hooked(leaf: Tensor) -> bool:
     >>> is_hooked(x), is_hooked(torch.ones(1, requires_grad=True))
     (True, False)
     """
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def run_when_ready(result: Tensor) -> None:

@@ -27,7 +27,7 @@ def flattened(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Te
     if dtype is not None and first.dtype is not dtype:
         out = first.new_empty(sum(t.numel() for t in tensors), dtype=dtype)
         return torch.cat([t.reshape(-1) for t in tensors], out=out)
-    return _flatten(tensors) if len(tensors) > 1 else first.resolve_neg().reshape(-1).clone()  # type: ignore[no-any-return]
+    return _flatten(tensors) if len(tensors) > 1 else first.resolve_neg().reshape(-1).clone()
 
 
 def shape_models(shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

@@ -107,18 +107,18 @@ class Explanation:
     @property
     def peak_bytes(self) -> int:
         """The bytes that a rank holds at most in a step, beyond stored parameters and activations."""
-        every = [g.memory for g in self.groups]
+        every = [(g.memory, g.again is not None) for g in self.groups]
         # the first module is the outermost: its own parameters are assumed to be used last
         forward = [*every[1:], *every[:1]]
         most = held = 0
-        for group, following in zip(forward, [*forward[1:], None], strict=True):
-            ahead = 0 if following is None else following.arriving
+        for (group, _), following in zip(forward, [*forward[1:], None], strict=True):
+            ahead = 0 if following is None else following[0].arriving
             most = max(most, held + 2 * group.gathered, held + group.gathered + ahead)
             held += group.gathered if group.is_kept else 0
         backward = forward[::-1]
-        for group, following in zip(backward, [*backward[1:], None], strict=True):
-            ahead = 0 if following is None or following.is_kept else following.arriving
-            again = 0 if group.is_kept else group.gathered
+        for (group, is_gathered), following in zip(backward, [*backward[1:], None], strict=True):
+            ahead = 0 if following is None or not following[1] else following[0].arriving
+            again = group.gathered if is_gathered else 0
             for gradients, packed, reduced in zip(group.gradients, group.packed, group.reduced, strict=True):
                 freed = group.gathered if group.is_kept and group.is_freed else 0
                 extra = packed if group.is_in_place else packed + reduced

@@ -383,7 +383,8 @@ class Group:
             reduced, finish = self._start_reduction(range(len(self.slots)), given)
             params = [self.slots[i].param for i in reduced]
             for param, grad in zip(params, finish(params) if params else (), strict=True):
-                param.grad = grad if param.grad is None else param.grad + grad
+                if grad is not None:
+                    param.grad = grad if param.grad is None else param.grad + grad
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
