@@ -165,7 +165,6 @@ def state_dicts() -> dict[str, float]:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     out = {}
     for name, how in OPTIONS.items():
-        print(dist.get_rank(), name, flush=True)  # DEBUG
         source, source_optimizer = _trained(mesh, tp, 1)
         target, target_optimizer = _trained(mesh, tp, 2)
         options = StateDictOptions(**how)
@@ -179,13 +178,13 @@ def state_dicts() -> dict[str, float]:
         elif full and how.get("cpu_offload"):
             # only rank 0 has it, and gives it to the others
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_state_dict(
-            target,
-            target_optimizer,
-            model_state_dict=state,
-            optim_state_dict=optimizer_state,
-            options=options,
-        )
+        if options.broadcast_from_rank0:
+            # set_state_dict takes an empty model state to mean the optimizer only, on the rank that has it
+            set_model_state_dict(target, state, options=options)
+            set_optimizer_state_dict(target, target_optimizer, optimizer_state, options=options)
+        else:
+            states = {"model_state_dict": state, "optim_state_dict": optimizer_state}
+            set_state_dict(target, target_optimizer, **states, options=options)
         out[name] = _state_difference(source, source_optimizer, target, target_optimizer)
     source, source_optimizer = _trained(mesh, tp, 1)
     target, target_optimizer = _trained(mesh, tp, 2)
