@@ -83,8 +83,9 @@ def _on_blocks(call: OpCall) -> Run | None:
         return None  # the op for one tensor writes to a plain one once, and not for each simulated rank
     specs = []
     for here, named in _elements(func, args, kwargs):
-        distributed = any(isinstance(a, DTensor) for a in here)
-        resolution = resolve(OpCall(single, here, named)) if distributed else None
+        meshes = {id(a.device_mesh) for a in here if isinstance(a, DTensor)}
+        # tensors on parts of a mesh are brought to one mesh by the op for one tensor
+        resolution = resolve(OpCall(single, here, named)) if len(meshes) == 1 else None
         if resolution is None or resolution.plans or resolution.programs is not None:
             return None
         specs.append(resolution.outputs[0])
