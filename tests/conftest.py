@@ -21,6 +21,12 @@ settings.load_profile("deep" if os.environ.get("SHARDWISE_DEEP") == "1" else "ci
 torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
 
 
+def pytest_collection_finish() -> None:
+    """Exclude what is imported from garbage collection: with op_db and transformers a full one takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def team() -> Iterator[Workers]:
     with Workers(4, timeout=120) as team:

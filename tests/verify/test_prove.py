@@ -54,9 +54,10 @@ def test_a_row_holds_in_every_layout_it_allows(name):
 
 
 def test_rows_hold_for_the_calls_in_torchs_own_samples():
-    calls = {name: calls for name, calls in recorded().items() if name in TABLE and calls}
-    assert len(calls) > 100
-    for name in list(calls)[:: 1 if DEEP else 40]:
+    every = recorded() if DEEP else recorded(20)
+    calls = {name: calls for name, calls in every.items() if name in TABLE and calls}
+    assert len(calls) > (100 if DEEP else 20)
+    for name in list(calls)[:: 1 if DEEP else 4]:
         assert verify(name, calls[name]).candidates > 0
 
 

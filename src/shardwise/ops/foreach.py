@@ -73,18 +73,7 @@ def foreach_route(call: OpCall) -> Route:
     func = call.func
     on_blocks = _on_blocks(call)
     run: Run = on_blocks or (lambda a, k: _on_each(func, a, k))
-    return Route("foreach", _bumping(run) if call.info.writes else run, None if on_blocks is None else ())
-
-
-def _bumping(inner: Run) -> Run:
-    """The run of an op that writes to its first list: its wrappers have a new version, as plain tensors have."""
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = inner(args, kwargs)
-        bump_versions(args[0])
-        return result
-
-    return run
+    return Route("foreach", run, None if on_blocks is None else ())
 
 
 def _on_blocks(call: OpCall) -> Run | None:
@@ -105,7 +94,10 @@ def _on_blocks(call: OpCall) -> Run | None:
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             results = map_ranks(func, *_blocks(args), **_blocks(kwargs))
-            return None if writes else [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
+            if writes:
+                bump_versions(args[0])
+                return None
+            return [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
 
         return run
     op = python_binding(func)
@@ -114,7 +106,8 @@ def _on_blocks(call: OpCall) -> Run | None:
         results = op(
             *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)]
         )
-        if writes:
+        if writes:  # the blocks have new versions, and the DTensors must, too
+            bump_versions(args[0])
             return None
         return [new_dtensor(DTensor, r, spec, False) for r, spec in zip(results, specs, strict=True)]
 
@@ -133,9 +126,12 @@ def _blocks(tree: Any) -> Any:
 
 
 def _on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    single = _single_op(func)
+    single, writes = _single_op(func), op_info(func).writes
     if single is None:
-        return run_on_full(func, args, kwargs)
+        result = run_on_full(func, args, kwargs)
+        if writes:
+            bump_versions(args[0])
+        return result
     elements = list(_elements(func, args, kwargs))
     done = (
         _norms_together(func, elements)
@@ -146,7 +142,10 @@ def _on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         single(*here, **named) if norm is None else norm
         for (here, named), norm in zip(elements, done, strict=True)
     ]
-    return None if op_info(func).writes else results
+    if writes:
+        bump_versions(args[0])
+        return None
+    return results
 
 
 def _norms_together(func: Any, elements: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 __all__ = [
     "bump_versions",
@@ -27,6 +26,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
+
+_increment_version: Any = torch._C._increment_version
 
 
 def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
@@ -117,14 +118,16 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     >>> version(x) - before
     1
     """
-    normal = [t for t in tensors if not t.is_inference()]
-    if len(normal) < len(tensors) and not torch.is_inference_mode_enabled():
+    try:
+        _increment_version(tensors)
+    except RuntimeError as error:
+        if not any(t.is_inference() for t in tensors):
+            raise
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
             "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
             "  fix: write to x.clone(), or inside torch.inference_mode()."
-        )
-    increment_version(normal)
+        ) from error
 
 
 def can_become_view(x: Tensor) -> bool:
@@ -204,7 +207,7 @@ def change_places(x: Tensor, y: Tensor, is_write: bool = True) -> None:
     torch._C._swap_tensor_impl(x, y)
     x._backward_hooks = None  # they are hooks of the gradient of what `x` was, whose node has them
     if is_write:
-        increment_version(x)
+        _increment_version([x])
 
 
 def storage_id(x: Tensor) -> int:
