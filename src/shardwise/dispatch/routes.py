@@ -16,7 +16,7 @@ from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
-from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
+from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap, writes_repeated
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
@@ -28,7 +28,7 @@ from shardwise.call.submesh import (
     run_on_submesh,
 )
 from shardwise.call.trace import traced
-from shardwise.call.value_checks import checking_values
+from shardwise.call.value_checks import checking_values, indexes_nothing
 from shardwise.call.variants import program_for, writing_variant
 from shardwise.call.view_scatter import COMPUTED
 from shardwise.comm import coord_of
@@ -83,6 +83,7 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         # the meta kernels of ops, which torch calls for zero tangents: only the global shapes matter
         return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
     check_operands(call)
+    repeated = info.writes and writes_repeated(call)  # raises where one device raises
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
     if func is aten.detach.default and call.first._spec.stride is not None:
@@ -103,6 +104,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("sparse", sparse_run(func))
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
+    if repeated:
+        return Route("fallback", lambda a, k: run_on_full(func, a, k, repeated=True))
     return _compute_route(call, find_route)
 
 
@@ -160,6 +163,8 @@ def _results(call: OpCall, specs: Iterable[Spec]) -> tuple[Any, ...]:
 def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     """The cheapest of rule, alternative and decomposition; the fallback if there is none."""
     func, model = call.func, current_costs()
+    if indexes_nothing(call):
+        return _fallback_route(call)
     resolution = None if call.info.is_composite_view else resolve(call)
     if resolution is None and is_composite(func):
         return Route("composite", lambda a, k: _decompose(func, a, k), ())

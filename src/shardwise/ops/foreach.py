@@ -7,10 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardwise.call.arguments import map_tensors
 from shardwise.call.fallback import run_on_full
 from shardwise.call.op_call import OpCall
+from shardwise.call.overlap import is_repeated
 from shardwise.call.resolve import resolve
 from shardwise.call.route import Route, Run
 from shardwise.call.schema import op_info
@@ -71,17 +73,34 @@ def _elements(
 def foreach_route(call: OpCall) -> Route:
     """One kernel on all blocks if no element would move anything, else the op for one tensor on each element."""
     func = call.func
-    on_blocks = _on_blocks(call)
+    repeated = call.info.writes and any(map(is_repeated, call.args[0]))
+    on_blocks = None if repeated else _on_blocks(call)
     run: Run = on_blocks or (lambda a, k: _on_each(func, a, k))
-    return Route("foreach", _bumping(run) if call.info.writes else run, None if on_blocks is None else ())
+    return Route(
+        "foreach",
+        _bumping(func, run, repeated) if call.info.writes else run,
+        None if on_blocks is None else (),
+    )
 
 
-def _bumping(inner: Run) -> Run:
-    """The run of an op that writes to its first list: its wrappers have a new version, as plain tensors have."""
+def _bumping(func: Any, inner: Run, repeated: bool) -> Run:
+    """The run of an op that writes to its first list: its wrappers have a new version, as plain tensors have.
+
+    Where one of the tensors may be refused, they are written one after the other, as torch does.
+    """
+    one_at_a_time, is_inference = op_info(func).one_at_a_time, torch.Tensor.is_inference
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        normal = [t for t in args[0] if not is_inference(t)]
+        refused = len(normal) < len(args[0]) and not torch.is_inference_mode_enabled()
+        if (repeated or refused) and (lists := one_at_a_time(args)):
+            for some in lists:
+                func(*some, **kwargs)
+            return None
+        if refused:
+            bump_versions(args[0])  # raises
         result = inner(args, kwargs)
-        bump_versions(args[0])
+        increment_version(normal)
         return result
 
     return run

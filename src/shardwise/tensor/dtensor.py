@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import ShapeMethods
+from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,
@@ -108,6 +110,8 @@ class DTensor(PythonMethods, ShapeMethods, torch.Tensor):
     @property
     def data(self) -> DTensor:
         """The tensor detached from its autograd graph. Assigning a DTensor replaces the blocks and the layout."""
+        if self.is_inference() and not torch.is_inference_mode_enabled():
+            return _data_of_inference_tensor(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[no-any-return, attr-defined]
 
     @data.setter
@@ -297,7 +301,50 @@ class DTensor(PythonMethods, ShapeMethods, torch.Tensor):
 
     def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
         """A tensor with copies of the blocks."""
-        return type(self)(copy_block(self._local_tensor, memo), self._spec)
+        return DTensor(copy_block(self._local_tensor, memo), self._spec)
+
+
+class _DataOfInferenceTensor:
+    """The class of `x.data` where `x` is an inference tensor: one, too, that counts versions and so may be written to.
+
+    Views of it are of this class, too.
+    """
+
+    __slots__ = ()
+
+    def is_inference(self) -> bool:
+        return True
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        run: Any = super().__torch_dispatch__  # type: ignore[misc]
+        first = read_schema(func).arguments[0]
+        if not first.alias or first.writes or not isinstance(args[0], _DataOfInferenceTensor):
+            return run(func, types, args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            result = run(func, types, args, kwargs)
+        for x in result if isinstance(result, list | tuple) else (result,):
+            x.__class__ = _data_class(type(x))
+        return result
+
+
+@cache
+def _data_class(cls: type) -> type:
+    return (
+        cls
+        if issubclass(cls, _DataOfInferenceTensor)
+        else type(cls.__name__, (_DataOfInferenceTensor, cls), {"__slots__": ()})
+    )
+
+
+def _data_of_inference_tensor(x: DTensor) -> DTensor:
+    with torch.inference_mode(False):
+        out = DTensor(x._local_tensor, x._spec)
+    out._adopt(x)
+    out.__class__ = _data_class(type(out))
+    return out
 
 
 def copy_block(block: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -11,6 +11,7 @@ C++ code that calls these ops has no object whose tensor could change: there, th
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ _GROWS = """resize_ to {shape} was called on the DTensor {spec}, which shares it
   fix: y = x.new_empty({shape}), and copy what you need of x; or call resize_ before there are views."""
 
 _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
-  why: The view was created, then x.{name}(...) changed the shape of the tensor, then x.requires_grad_() was called.
+  why: The view was created, then x.{name}(...) was called, then x.requires_grad_().
   fix: create the view after x.requires_grad_()."""
 
 
@@ -68,21 +69,47 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
     return method
 
 
-_SUCCESSOR = "_shardwise_successor"
+_SUCCESSOR, _FORMER = "_shardwise_successor", "_shardwise_former"
 
 
 def _former_self(x: Any) -> Any:
     """The tensor that a tensor was before its shape changed, if it was no view."""
-    base = view_base(x)
+    base = x.__dict__.get(_FORMER, view_base(x))
     is_former = base is not None and base.__dict__.get(_SUCCESSOR, (None,))[0] == id(x)
     return base if is_former else None
 
 
 def _detach(self: Any) -> Any:
     """Detach the tensor from its graph."""
-    if _former_self(self) is not None:  # a view for us, which cannot be detached, but not for the user
-        return self._become(self.detach(), is_write=False)
-    return torch.Tensor.detach_(self)
+    former = _former_self(self)
+    keeps = self.is_leaf or self.retains_grad or not self._can_change_places
+    if former is None and (keeps or view_base(self) is not None):
+        return torch.Tensor.detach_(self)
+    new = self.detach()
+    self._become(new, is_write=False)
+    base = new if former is None else former
+    if base.requires_grad:
+        _cut(base, self, "detach_")
+    elif former is not None and has_views(former):
+        self.__dict__[_FORMER] = former
+    return self
+
+
+def _cut(base: Any, x: Any, name: str) -> None:
+    """Let gradients of views end at their base, which is no longer the tensor that they were views of.
+
+    A view whose base is written to is computed again from the base, and requires a gradient for ever if it did so once. So
+    the base requires one, which nobody sees, unless the tensor itself requires one.
+    """
+    tensor, message = weakref.ref(x), _LATE_GRADIENT.format(name=name)
+
+    def refuse(grad: Any) -> None:
+        now = tensor()
+        if now is not None and now.requires_grad:
+            raise RuntimeError(message)
+
+    torch.Tensor.detach_(base)
+    torch.Tensor.requires_grad_(base).register_hook(refuse)
 
 
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
@@ -90,13 +117,8 @@ def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     former = None if self.requires_grad or not requires_grad else _former_self(self)
     if former is not None:
         self._become(self.detach(), is_write=False)
-        message = _LATE_GRADIENT.format(name=former.__dict__[_SUCCESSOR][1])
-
-        def refuse(grad: Any) -> None:
-            raise RuntimeError(message)
-
         # views of what it was require a gradient from now on, as those of the tensor itself would
-        former.requires_grad_().register_hook(refuse)
+        _cut(former, self, former.__dict__[_SUCCESSOR][1])
     return torch.Tensor.requires_grad_(self, requires_grad)
 
 
@@ -115,6 +137,8 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0])
     shape = [int(n) for n in size]
+    if tuple(shape) == tuple(x.shape) and memory_format is torch.contiguous_format and not x.requires_grad:
+        return x.view_as(x)  # whatever its strides are
     grows = math.prod(shape) > x.numel() > 0 and min(shape, default=0) >= 0
     if grows and not x.requires_grad and (view_base(x) is not None or has_views(x)):
         raise RuntimeError(_GROWS.format(spec=x._spec, shape=tuple(shape)))
@@ -148,3 +172,4 @@ class ShapeMethods:
     resize_as_ = _becoming("resize_as_", _resized_as)
     detach_: Any = _detach
     requires_grad_: Any = _requires_grad
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _requires_grad)  # type: ignore[attr-defined]

@@ -117,7 +117,7 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     >>> version(x) - before
     1
     """
-    normal = [t for t in tensors if not t.is_inference()]
+    normal = [t for t in tensors if not torch.Tensor.is_inference(t)]
     if len(normal) < len(tensors) and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
