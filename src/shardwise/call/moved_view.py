@@ -267,7 +267,7 @@ class MovedView(DTensor):
         if info.written:
             check_overlap(call)
         for t in written:
-            if is_repeated(t) and any(t._source.lazy_bits()):
+            if is_repeated(t) and (t.is_conj() or t.is_neg()):
                 raise repeated_error(func)  # its value is computed, and copied back
             _announce_write(func, t)
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):

@@ -301,7 +301,7 @@ class DTensor(PythonMethods, ShapeMethods, torch.Tensor):
 
     def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
         """A tensor with copies of the blocks."""
-        return DTensor(copy_block(self._local_tensor, memo), self._spec)
+        return type(self)(copy_block(self._local_tensor, memo), self._spec)
 
 
 class _DataOfInferenceTensor:
@@ -315,23 +315,31 @@ class _DataOfInferenceTensor:
     def is_inference(self) -> bool:
         return True
 
+    def _copy_blocks(self: Any, memo: dict[int, Any]) -> DTensor:
+        copy: DTensor = super()._copy_blocks(memo)  # type: ignore[misc]
+        copy.__class__ = DTensor if copy._source is None else copy.__class__
+        return copy
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        run: Any = super().__torch_dispatch__  # type: ignore[misc]
+        # torch asks the first class of which no other is a subclass: what another class does must not be lost
+        others = [t.__bases__[1] if issubclass(t, _DataOfInferenceTensor) else t for t in types]
+        others = [t for t in others if issubclass(t, DTensor) and t is not DTensor]
+        run: Any = (others[0] if others else DTensor).__torch_dispatch__
         first = read_schema(func).arguments[0]
         if not first.alias or first.writes or not isinstance(args[0], _DataOfInferenceTensor):
             return run(func, types, args, kwargs)
         with torch.inference_mode(False), torch.no_grad():
             result = run(func, types, args, kwargs)
         for x in result if isinstance(result, list | tuple) else (result,):
-            x.__class__ = _data_class(type(x))
+            x.__class__ = _data_class(x.__class__)
         return result
 
 
 @cache
-def _data_class(cls: type) -> type:
+def _data_class(cls: Any) -> Any:
     return (
         cls
         if issubclass(cls, _DataOfInferenceTensor)
@@ -343,7 +351,7 @@ def _data_of_inference_tensor(x: DTensor) -> DTensor:
     with torch.inference_mode(False):
         out = DTensor(x._local_tensor, x._spec)
     out._adopt(x)
-    out.__class__ = _data_class(type(out))
+    out.__class__ = _data_class(out.__class__)
     return out
 
 
