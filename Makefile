@@ -7,6 +7,7 @@ DEV := .venv/.dev
 JOBS ?= auto
 TORCH ?= 2.13.0
 TESTS ?=
+DEMO ?=
 # Outside the repository: a CUDA build of torch takes 5.4 GB, and all checkouts can share it.
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
@@ -26,8 +27,8 @@ $(DEV): $(READY) requirements-dev.txt requirements-clients.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-clients.txt
 	@touch $@
 
-demo: $(READY)  ## train a language model on 4 processes and on one, and compare
-	@$(BIN)/python -m examples.train
+demo: $(READY)  ## train a language model on 4 processes and on one, and compare (DEMO="--steps 20")
+	@$(BIN)/python -m examples.train $(DEMO)
 
 test: $(DEV)  ## run the tests: pure, simulated, and on real processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

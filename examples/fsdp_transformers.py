@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
+from examples.losses import compare_losses
 from shardwise.parallel import fully_shard, parallelize_module
 
 SHAPE = (2, 2)
@@ -66,10 +67,7 @@ def main(steps: int = 8) -> None:
     print("\n".join(layouts))
     print("2x2 ranks " + " ".join(f"{x:.4f}" for x in found[:8]))
     print("one       " + " ".join(f"{x:.4f}" for x in alone[:8]))
-    worst = max(abs(a - b) for a, b in zip(found, alone, strict=True))
-    print(f"The losses differ by at most {worst:.1e}.")
-    if worst > 1e-3:
-        raise SystemExit("That is more than rounding.")
+    compare_losses(found, alone, 1e-3)
 
 
 if __name__ == "__main__":

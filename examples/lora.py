@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
+from examples.losses import compare_losses
 from shardwise.parallel import parallelize_module
 
 RANKS = 2
@@ -53,10 +54,7 @@ def main(steps: int = 10) -> None:
     print("\n".join(layouts))
     print(f"{RANKS} ranks " + " ".join(f"{x:.4f}" for x in found[:10]))
     print("one     " + " ".join(f"{x:.4f}" for x in alone[:10]))
-    worst = max(abs(a - b) for a, b in zip(found, alone, strict=True))
-    print(f"The losses differ by at most {worst:.1e}.")
-    if worst > 1e-4:
-        raise SystemExit("That is more than rounding.")
+    compare_losses(found, alone, 1e-4)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,17 @@ from shardwise.comm.launch import Workers
 from shardwise.comm.simulate import forget_world
 
 # No deadline: the time of one example depends more on the machine than on the code.
-settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("deep", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("deep" if os.environ.get("SHARDWISE_DEEP") == "1" else "ci")
 
 torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what is imported from garbage collection: with op_db and transformers a full one takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -45,5 +51,5 @@ def destroy_groups() -> None:
             dist.destroy_process_group(group)
     gc.collect()
     threads = Path("/proc/self/task")
-    if threads.exists() and len(list(threads.iterdir())) > 40:
+    if threads.exists() and len(list(threads.iterdir())) > 64:
         dist.destroy_process_group()

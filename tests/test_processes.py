@@ -1,10 +1,11 @@
 """Redistribution and gradients on real processes, compared with a simulation.
 
 Each program runs on every rank of four gloo processes and once in a simulation of four. It takes the name of a mesh and
-hundreds of random cases at once, since starting the processes takes long.
+many random cases at once, since starting the processes takes long.
 """
 
 import itertools
+import os
 import random
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from shardwise.layout import Axes, Layout, block_offset, owned
 from shardwise.tensor.async_tensor import AsyncDTensor
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
+
+DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 
 
 def _square(*ranks):
@@ -131,7 +134,7 @@ def redistribute_all(name, cases):
 @pytest.mark.parametrize("name", MESHES)
 def test_redistribution(workers, name):
     on, members, siblings = describe(name)
-    cases = random_cases(on, 120, seed=1)
+    cases = random_cases(on, 120 if DEEP else 48, seed=1)
     real, simulated = both(workers, redistribute_all, name, cases)
     for number, case in enumerate(cases):
         blocks, wholes, sent, calls = zip(*(rank[number] for rank in real), strict=True)
@@ -360,12 +363,12 @@ def gradients(name, cases):
 def test_gradients(workers, name):
     on, members, siblings = describe(name)
     cases = []
-    for case in random_cases(on, 60, seed=5, dtypes=(torch.float64,)):
+    for case in random_cases(on, 60 if DEEP else 36, seed=5, dtypes=(torch.float64,)):
         ops = {op for _, op in case.source.partial}
         if ops <= {"sum", "avg"}:
             cases.append(case)
     real, simulated = both(workers, gradients, name, cases)
-    assert len(cases) > 30
+    assert len(cases) > (30 if DEEP else 18)
     for number, case in enumerate(cases):
         whole = case.whole().requires_grad_()
         w = dense_tensor(whole.shape, torch.float64, case.seed + 1) + 0.5

@@ -4,8 +4,13 @@ Write the program for one device, say how its tensors are laid out on a mesh of 
 those of `torch.distributed.tensor`, so a program moves over by changing its imports.
 """
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise._dtensor_spec import DTensorSpec as _DTensorSpec  # noqa: F401
+from shardwise._dtensor_spec import TensorMeta as _TensorMeta  # noqa: F401
 from shardwise.api.distribute import distribute_tensor
 from shardwise.api.factories import arange, empty, eye, full, linspace, logspace, ones, zeros
 from shardwise.api.geometry import compute_local_shape_and_global_offset
@@ -14,7 +19,9 @@ from shardwise.api.register_sharding import register_sharding
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.comm.measure import measure_costs as _measure_costs
 from shardwise.dispatch import dispatch as _dispatch
+from shardwise.drop_in import InstallError, install, installed
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
+from shardwise.layout import StridedShard as _StridedShard  # noqa: F401
 from shardwise.ops import install_patches as _install_patches
 from shardwise.ops import one_device
 from shardwise.parallel.describe import describe
@@ -29,6 +36,7 @@ from shardwise.tensor.errors import CommunicationError, MeshError, PlainTensorEr
 from shardwise.tensor.policy import policy
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.tensor.seeding import fork_rng, get_rng_state, manual_seed, set_rng_state
+from shardwise.torch_internals.foreach_types import support_foreach as _support_foreach
 from shardwise.torch_internals.tracing import never_compile as _never_compile
 from shardwise.verify import prove as _prove
 
@@ -37,6 +45,7 @@ DTensor.__torch_dispatch__ = staticmethod(_dispatch)
 _never_compile(_dispatch)
 CostModel.measure = staticmethod(_measure_costs)
 _install_patches()
+_support_foreach(DTensor)
 _prove_by(_prove)
 
 __version__ = "0.1.0"
@@ -47,6 +56,7 @@ __all__ = [
     "DTensor",
     "DeviceMesh",
     "GroupedPlan",
+    "InstallError",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -71,6 +81,8 @@ __all__ = [
     "full",
     "get_rng_state",
     "init_device_mesh",
+    "install",
+    "installed",
     "launch",
     "linspace",
     "load_sharded",
@@ -92,3 +104,14 @@ __all__ = [
     "simulate",
     "zeros",
 ]
+
+_SUBMODULES = frozenset(
+    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils debug device_mesh experimental placement_types".split()
+)
+"""Modules that torch's package has as attributes; ours are imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _SUBMODULES:
+        return _import_module(f"shardwise.{name}")
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

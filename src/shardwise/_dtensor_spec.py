@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import axes_of
-from shardwise.layout import Layout, LayoutError, Placement, Spec, TensorMeta, unit_placements
+from shardwise.layout import Placement, ShardOrderEntry, Spec, TensorMeta
+from shardwise.tensor.placed_spec import placed_spec
 
-__all__ = ["DTensorSpec", "TensorMeta"]
+__all__ = ["DTensorSpec", "ShardOrderEntry", "TensorMeta"]
 
 
 class _SpecType(type):
@@ -27,26 +27,27 @@ class DTensorSpec(metaclass=_SpecType):
         mesh: the mesh.
         placements: one placement per mesh axis.
         tensor_meta: the global shape, strides and dtype.
+        shard_order: for dims that axes split in another order than that of the mesh, the axes, outermost first.
 
     Raises:
         LayoutError: the placements do not fit, or `tensor_meta` is None.
 
-    >>> import torch, shardwise as sw
+    `dataclasses.replace` takes the same names.
+
+    >>> import dataclasses, torch, shardwise as sw
     >>> with sw.simulate(2):
     ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    ...     DTensorSpec(mesh, (sw.Shard(0),), TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32))
-    Spec(f32[4:tp, 3] on tp=2)
+    ...     spec = DTensorSpec(mesh, (sw.Shard(0),), TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32))
+    ...     spec, dataclasses.replace(spec, placements=(sw.Replicate(),))
+    (Spec(f32[4:tp, 3] on tp=2), Spec(f32[4, 3] on tp=2))
     """
 
     def __new__(
-        cls, mesh: DeviceMesh, placements: Sequence[Placement], tensor_meta: TensorMeta | None = None
+        cls,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        tensor_meta: TensorMeta | None = None,
+        shard_order: Sequence[ShardOrderEntry] | None = None,
+        use_strided_shard_as_shard_order: bool | None = None,
     ) -> Any:
-        if tensor_meta is None:
-            raise LayoutError(
-                "DTensorSpec got no tensor_meta.",
-                why="How an axis splits a tensor depends on the tensor's shape.",
-                fix="DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))",
-            )
-        shape, stride, dtype = tensor_meta
-        layout = Layout.of(shape, axes_of(mesh), placements)
-        return Spec(mesh, layout, dtype, shape, tuple(stride or ()), unit_placements(layout, placements))
+        return placed_spec(mesh, placements, tensor_meta, shard_order)

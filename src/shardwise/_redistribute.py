@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import Placement
+from shardwise.layout import Placement, Spec
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Redistribute", "use_min_cost_redistribution_plan"]
+__all__ = ["Redistribute", "redistribute_local_tensor", "use_min_cost_redistribution_plan"]
 
 
 class Redistribute:
@@ -40,3 +41,14 @@ class Redistribute:
 def use_min_cost_redistribution_plan(enabled: bool = True) -> Iterator[None]:
     """Do nothing: plans are always the cheapest ones under the current cost model."""
     yield
+
+
+def redistribute_local_tensor(
+    local_tensor: Tensor, current_spec: Spec, target_spec: Spec, *, async_op: bool = False, **_: object
+) -> Tensor:
+    """The block of a tensor after it moved from the layout of one spec to that of another, without a gradient."""
+    with torch.no_grad():
+        moved = DTensor(local_tensor, current_spec).redistribute(
+            placements=target_spec.placements, async_op=async_op
+        )
+        return moved.to_local()

@@ -1,7 +1,7 @@
 """A sample of each op of torch's op_db in random layouts, with gradients; `make sweep` runs all samples.
 
-Each op has one sample that is always the same, in float32 if it supports that, and one that changes every week, as does its
-dtype. A failure prints the command that repeats it.
+Each op has one sample that is always the same, in float32 if it supports that. A third of the ops, other ones every week, have
+a second one in another dtype. A failure prints the command that repeats it.
 """
 
 import datetime
@@ -30,7 +30,9 @@ def _check(name, dtype, seed):
 def test_results_and_gradients_equal_the_dense_ones(name, caplog):
     caplog.set_level("ERROR", logger="shardwise")
     _check(name, DTYPES_OF[name][0], "always")
-    _check(name, random.Random(f"{WEEK} {name}").choice(DTYPES_OF[name]), WEEK)
+    draw = random.Random(f"{WEEK} {name}")
+    if draw.randrange(3) == 0:
+        _check(name, draw.choice(DTYPES_OF[name]), WEEK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

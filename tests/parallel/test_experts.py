@@ -103,6 +103,7 @@ MESHES = {
     "ep 4": ((4,), ("ep",), [sw.Replicate()]),  # 2, 2, 1, 0
     "ep 3, tokens split": ((3,), ("ep",), [sw.Shard(0)]),
     "ep 2, sequence split": ((2,), ("ep",), [sw.Shard(1)]),
+    "ep 5, four rows": ((5,), ("ep",), [sw.Shard(0)]),  # a rank without tokens
     "dp 2, tp 2": ((2, 2), ("dp", "tp"), [sw.Shard(0), sw.Replicate()]),
     "dp 2, tp 2, tokens split twice": ((2, 2), ("dp", "tp"), [sw.Shard(0), sw.Shard(0)]),
 }
@@ -129,6 +130,23 @@ def test_what_is_sent_does_not_depend_on_the_weights():
         sums, weights = tokens * WIDTH * size, tokens * top * size
         assert ledger.bytes == 2 * (2 * sums + weights + 2 * WIDTH * size)
         assert {e.step for e in ledger.entries} == {"all-reduce"}
+
+
+def test_split_tokens_are_sent_only_to_the_ranks_of_their_experts():
+    size, top = 8, 1
+    dense, x = _model(count=4, top=top)
+    index = dense.router(dense.first(x).flatten(0, -2)).topk(top)[1].squeeze(1)
+    home = torch.arange(12) // 3  # 4 ranks with 3 tokens each
+    away = int((index != home).sum())
+    with sw.simulate(4):
+        ledger = _check((4,), ("ep",), [sw.Shard(0)], count=4, top=top)
+    sent = [e for e in ledger.entries if e.step == "all-to-all"]
+    rows = [WIDTH * size, top * size, top * 8, WIDTH * size]  # tokens, weights, experts, and sums back
+    back = [WIDTH * size, top * size, WIDTH * size]  # gradients
+    assert sum(e.bytes for e in sent) == away * sum(rows + back) + 4 * 3 * 8  # and how many rows there are
+    # beside them only the gradients of parameters are reduced
+    assert {e.step for e in ledger.entries} == {"all-to-all", "all-reduce"}
+    assert sum(e.bytes for e in sent) < 2 * 3 * 12 * WIDTH * size  # gathering tokens and scattering sums once
 
 
 def test_experts_that_draw_random_numbers_run_op_by_op_with_those_of_one_device():
@@ -163,6 +181,9 @@ def test_experts_are_split_over_one_axis_and_sharded_over_another():
 def _on_processes() -> bool:
     ledger = _check(*MESHES["dp 2, tp 2"])
     _check(*MESHES["ep 4"], fewer=1, top=1)
+    for top in (1, 2):
+        _check((4,), ("ep",), [sw.Shard(0)], top=top, fewer=3)
+    _check(*MESHES["dp 2, tp 2, tokens split twice"])
     return ledger.bytes > 0
 
 

@@ -1,7 +1,5 @@
-"""Where torch keeps the placement of a lookup in a split table; here it is a pending sum."""
+"""Where torch keeps the placement of a lookup in a split table."""
 
-from shardwise.layout import Partial
+from shardwise.layout import MaskPartial as _MaskPartial
 
-__all__: list[str] = []
-
-_MaskPartial = Partial
+__all__ = ["_MaskPartial"]

@@ -6,6 +6,7 @@ from shardwise.comm.launch import LaunchError, launch
 from shardwise.comm.ledger import Sent, counting
 from shardwise.comm.mesh import Coord, PerMesh, axes_of, coord_of, current_mesh, members_of, siblings_of
 from shardwise.comm.per_rank import PerRank, first_rank, map_ranks, spread
+from shardwise.comm.rows import exchange_rows
 from shardwise.comm.scatter import block_of
 from shardwise.comm.simulate import is_simulated, on_mesh, per_rank, simulate
 from shardwise.comm.sparse_parts import cut_sparse, detached, is_sparse, parts_of
@@ -25,6 +26,7 @@ __all__ = [
     "current_mesh",
     "cut_sparse",
     "detached",
+    "exchange_rows",
     "first_rank",
     "is_simulated",
     "is_sparse",

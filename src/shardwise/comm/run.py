@@ -26,6 +26,7 @@ from shardwise.comm.recipe import Recipe, recipe_for
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.plan import AllReduce, Plan, Step
 from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from shardwise.torch_internals.dispatcher import below_autograd
 
 __all__ = ["run", "start"]
 
@@ -98,10 +99,13 @@ def _real(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
         wire = encode(pack(block))
         if is_counting():
             record(_entry(step, recipe, wire))
-        return call(wire)
+        with below_autograd():  # where torch has a kernel in Python for each functional collective
+            return call(wire)
 
     def finish(coming: Tensor, block: Tensor) -> Tensor:
-        return unpack(decode(wait(coming)), block)
+        with below_autograd():
+            received = wait(coming)
+        return unpack(decode(received), block)
 
     return begin, finish
 

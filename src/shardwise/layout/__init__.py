@@ -15,10 +15,18 @@ from shardwise.layout.geometry import (
 )
 from shardwise.layout.layout import Layout
 from shardwise.layout.parse import parse_layout
-from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from shardwise.layout.placement import (
+    REDUCE_OPS,
+    MaskPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from shardwise.layout.refine import Piece, Pieces, refine
-from shardwise.layout.spec import Spec, TensorMeta, dtype_text
-from shardwise.layout.unit_axes import UnitPlacements, unit_placements, without_pending
+from shardwise.layout.spec import ShardOrderEntry, Spec, TensorMeta, dtype_text
+from shardwise.layout.unit_axes import UnitPlacements, spelled, unit_placements, without_pending
 from shardwise.layout.view import view
 
 __all__ = [
@@ -28,13 +36,16 @@ __all__ = [
     "Factor",
     "Layout",
     "LayoutError",
+    "MaskPartial",
     "Partial",
     "Piece",
     "Pieces",
     "Placement",
     "Replicate",
     "Shard",
+    "ShardOrderEntry",
     "Spec",
+    "StridedShard",
     "TensorMeta",
     "UnitPlacements",
     "block_offset",
@@ -50,6 +61,7 @@ __all__ = [
     "owned",
     "parse_layout",
     "refine",
+    "spelled",
     "unit_placements",
     "view",
     "without_pending",

@@ -156,6 +156,9 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
     >>> canonical([Factor(3, (0,)), Factor(4)], (2,))
     (Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
     """
+    factors = tuple(factors)
+    if len(factors) == 1 and not factors[0].axes:
+        return () if factors[0].size == 1 else factors
     out = []
     for size, axes in factors:
         splitting = tuple([x for x in axes if sizes[x] > 1])

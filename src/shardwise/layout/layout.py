@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
@@ -11,7 +12,8 @@ from shardwise.layout.axes import Axes
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, Factor, canonical
 from shardwise.layout.immutable import Immutable
-from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.layout.strided import without_strided
 from shardwise.layout.text import layout_text
 
 __all__ = ["Layout"]
@@ -167,24 +169,27 @@ def _normalize(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placemen
             else f"Pass {len(axes)} placements.",
         )
     out: list[Placement] = []
+    is_strided = False
     for a, p in enumerate(placements):
-        if not isinstance(p, Shard | Replicate | Partial):
+        if not isinstance(p, Shard | Replicate | Partial | StridedShard):
             raise TypeError(
                 f"Axis {axes.names[a]} has {p!r} of {type(p).__module__} as its placement.\n"
                 "  why: A placement is Shard(dim), Replicate() or Partial(op) of shardwise.\n"
                 "  fix: "
                 + (f"Write {p.__name__}(…)." if isinstance(p, type) else "Import them from shardwise.")
             )
-        if isinstance(p, Shard):
+        if isinstance(p, Shard | StridedShard):
             if not -len(shape) <= p.dim < len(shape):
                 raise LayoutError(
-                    f"Shard({p.dim}) on axis {axes.names[a]} is out of range for shape {shape}.",
+                    f"{type(p).__name__}({p.dim}) on axis {axes.names[a]} is out of range for shape {shape}.",
                     why=f"The tensor has {len(shape)} dims.",
                     fix=f"Use a dim in {-len(shape)}..{len(shape) - 1}." if shape else "Use Replicate().",
                 )
-            p = Shard(p.dim % len(shape), p.order, p.factors, p.factor)
+            if p.dim < 0:
+                p = replace(p, dim=p.dim + len(shape))
+            is_strided = is_strided or isinstance(p, StridedShard)
         out.append(p)
-    return tuple(out)
+    return without_strided(shape, axes, out) if is_strided else tuple(out)
 
 
 def _dim_of(size: int, d: int, axes: Axes, placements: Sequence[Placement]) -> Dim:

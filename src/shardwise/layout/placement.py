@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardwise.layout.errors import LayoutError
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"]
+__all__ = ["REDUCE_OPS", "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard"]
 
 REDUCE_OPS: Final = ("sum", "avg", "max", "min", "product")
 
@@ -113,6 +113,37 @@ def _pad(block: Any, dim: int, count: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class StridedShard(Placement):
+    """torch's way to write that an axis splits the blocks of later axes, or a factor of the dim: `_StridedShard`.
+
+    It is not a `Shard`, as in torch. Layouts have the order or the factors in its place; a tensor that was given one gives
+    it back.
+
+    >>> StridedShard(0, split_factor=2), StridedShard(0, split_factor=2).is_shard()
+    (_StridedShard(dim=0, sf=2), False)
+    """
+
+    dim: int
+    split_factor: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise TypeError(f"_StridedShard takes the index of a tensor dim, an int, not {self.dim!r}.")
+        if not isinstance(self.split_factor, int) or self.split_factor < 1:
+            raise LayoutError(
+                f"_StridedShard({self.dim}) got split_factor={self.split_factor!r}.",
+                why="It is the number of blocks that the dim is already split into.",
+                fix="Use an int of at least 1.",
+            )
+
+    def __repr__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
+
+    def __str__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Replicate(Placement):
     """The ranks along the axis hold the same values.
 
@@ -156,3 +187,22 @@ class Partial(Placement):
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MaskPartial(Partial):
+    """torch's placement of a lookup in a split table: `_MaskPartial`. Here it is a pending sum; rows of other ranks are zeros.
+
+    >>> MaskPartial(offset_shape=(8, 2)), MaskPartial().is_partial("sum")
+    (_MaskPartial(offset_shape=(8, 2), offset_dim=0), True)
+    """
+
+    mask_buffer: Any = field(default=None, compare=False)
+    offset_shape: tuple[int, ...] | None = None
+    offset_dim: int = 0
+
+    def __repr__(self) -> str:
+        return f"_MaskPartial(offset_shape={self.offset_shape}, offset_dim={self.offset_dim})"
+
+    def __str__(self) -> str:
+        return "MaskP"

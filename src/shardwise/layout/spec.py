@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
-from shardwise.layout.placement import Placement, Shard
-from shardwise.layout.unit_axes import UnitPlacements
+from shardwise.layout.placement import Placement, Shard, StridedShard
+from shardwise.layout.unit_axes import UnitPlacements, spelled
 
-__all__ = ["Spec", "TensorMeta", "dtype_text"]
+__all__ = ["ShardOrderEntry", "Spec", "TensorMeta", "dtype_text"]
 
 
 class TensorMeta(NamedTuple):
@@ -23,11 +23,18 @@ class TensorMeta(NamedTuple):
     dtype: Any
 
 
+class ShardOrderEntry(NamedTuple):
+    """A dim of a tensor and the mesh axes that split it, outermost first, as torch's `DTensorSpec.shard_order` has them."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
 class Spec(Immutable):
     """Mesh, layout, dtype and global strides (None for a sparse tensor); interned and hashed by identity.
 
     The mesh and the dtype are opaque here. Meshes are compared by identity, because an equal mesh may belong to
-    process groups that no longer exist. `units` are placements on axes of size 1, which show in `placements` only.
+    process groups that no longer exist. `units` are placements that show in `placements` only (see `unit_axes.py`).
     """
 
     __slots__ = (
@@ -52,27 +59,36 @@ class Spec(Immutable):
     tensor_meta: TensorMeta
 
     _interned: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
+    of_placements: ClassVar[Callable[[Any, Any, TensorMeta | None], Spec]]
+    """The spec of a mesh, placements and a `TensorMeta`; set where meshes are known."""
 
     def __new__(
         cls,
         mesh: Any,
-        layout: Layout,
-        dtype: Any,
-        shape: Any,
-        stride: tuple[int, ...] | None,
+        layout: Layout | None = None,
+        dtype: Any = None,
+        shape: Any = None,
+        stride: tuple[int, ...] | None = None,
         units: UnitPlacements = (),
+        *,
+        placements: Any = None,
+        tensor_meta: TensorMeta | None = None,
     ) -> Spec:
+        if layout is None:  # torch's arguments, which `dataclasses.replace` passes
+            return cls.of_placements(mesh, placements, tensor_meta)
+        if units:
+            units = spelled(layout, units)
         # `shape` equals layout.shape, in the type that users of torch expect: torch.Size
         key = (id(mesh), layout, dtype, stride, units)
         known = cls._interned.get(key)
         if known is not None:
             return known
         new = object.__new__(cls)
-        placements = list(layout.placements)
+        shown = list(layout.placements)
         for axis, placement in units:
-            placements[axis] = placement
+            shown[axis] = placement
         new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride, units=units)
-        new._set(placements=tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+        new._set(placements=tuple(shown), tensor_meta=TensorMeta(shape, stride, dtype))
         return cls._interned.setdefault(key, new)
 
     @property
@@ -90,7 +106,7 @@ class Spec(Immutable):
         """For each dim of the tensor the mesh axis that splits it, or -1, under torch's name; an axis per dim at most."""
         out = [-1] * self.ndim
         for axis, p in enumerate(self.placements):
-            if isinstance(p, Shard):
+            if isinstance(p, Shard | StridedShard):
                 if out[p.dim] != -1:
                     raise ValueError(
                         f"dim_map of {self}: axes {out[p.dim]} and {axis} both split dim {p.dim}.\n"
@@ -105,9 +121,28 @@ class Spec(Immutable):
         """For each dim of the tensor the number of its blocks."""
         sizes = self.layout.axes.sizes
         return [
-            math.prod(n for n, p in zip(sizes, self.placements, strict=True) if p.is_shard(d))
+            math.prod(
+                n
+                for n, p in zip(sizes, self.placements, strict=True)
+                if isinstance(p, Shard | StridedShard) and p.dim == d
+            )
             for d in range(self.ndim)
         ]
+
+    @property
+    def shard_order(self) -> tuple[ShardOrderEntry, ...]:
+        """For each dim that is split the mesh axes that split it, outermost first."""
+        out = []
+        for d in range(self.ndim):
+            on = [a for f in self.layout.dims[d] for a in f.axes]
+            shown = [
+                a
+                for a, p in enumerate(self.placements)
+                if isinstance(p, Shard | StridedShard) and p.dim == d and a not in on
+            ]
+            if on or shown:
+                out.append(ShardOrderEntry(d, (*on, *shown)))
+        return tuple(out)
 
     @property
     def num_shards(self) -> int:
@@ -125,7 +160,7 @@ class Spec(Immutable):
 
     def is_sharded(self) -> bool:
         """Whether an axis splits the tensor."""
-        return any(p.is_shard() for p in self.placements)
+        return any(isinstance(p, Shard | StridedShard) for p in self.placements)
 
     def with_layout(self, layout: Layout, stride: tuple[int, ...] | None = None) -> Spec:
         """Replace the layout, and the strides if given."""

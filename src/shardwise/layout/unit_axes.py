@@ -1,46 +1,71 @@
-"""Placements on axes of size 1: they change nothing, so layouts leave them out, and a spec remembers them for its user."""
+"""Placements that say more than a layout: those on axes of size 1, which change nothing, and torch's ways to write an order
+or a factor. Layouts leave them out, and a spec remembers them for its user.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.layout import Layout
-from shardwise.layout.placement import Placement, Shard
+from shardwise.layout.placement import MaskPartial, Placement, Shard, StridedShard
 
-__all__ = ["UnitPlacements", "unit_placements", "without_pending"]
+__all__ = ["UnitPlacements", "spelled", "unit_placements", "without_pending"]
 
 UnitPlacements = tuple[tuple[int, Placement], ...]
-"""Pairs of an axis of size 1 and its placement, for placements other than `Replicate()`."""
+"""Pairs of an axis and the placement that was given for it: for axes of size 1 those other than `Replicate()`; for all axes
+`_StridedShard`, other splits of the same dim, and `_MaskPartial`."""
 
 
 def unit_placements(layout: Layout, placements: Sequence[Placement]) -> UnitPlacements:
-    """The placements on axes of size 1, of those from which a layout was made.
+    """What the placements from which a layout was made say beside it.
 
     >>> from shardwise.layout import Axes, Partial
     >>> placements = (Shard(1), Shard(-1), Partial())
     >>> unit_placements(Layout.of((4, 6), Axes((2, 1, 1)), placements), placements)
     ((1, Shard(dim=1)), (2, Partial(sum)))
+    >>> placements = (StridedShard(0, split_factor=2), Shard(0))
+    >>> unit_placements(Layout.of((8,), Axes((2, 2)), placements), placements)
+    ((0, _StridedShard(dim=0, sf=2)), (1, Shard(dim=0)))
     """
     sizes = layout.axes.sizes
-    if 1 not in sizes:
+    if 1 not in sizes and not any(isinstance(p, StridedShard | MaskPartial) for p in placements):
         return ()
-    given = [
-        (a, Shard(p.dim % layout.ndim, p.order, p.factors, p.factor) if isinstance(p, Shard) else p)
-        for a, (p, n) in enumerate(zip(placements, sizes, strict=True))
-        if n == 1 and not p.is_replicate()
-    ]
-    merged = list(layout.placements)
-    for a, p in given:
-        merged[a] = p
-    try:
-        is_same = Layout.of(layout.shape, layout.axes, merged) is layout
-    except LayoutError:
-        is_same = False
-    if is_same:
+    strided = {p.dim % layout.ndim for p in placements if isinstance(p, StridedShard)}
+    given: list[tuple[int, Placement]] = []
+    for a, (p, n) in enumerate(zip(placements, sizes, strict=True)):
+        if isinstance(p, Shard | StridedShard):
+            p = replace(p, dim=p.dim % layout.ndim)
+            if n == 1 or p.dim in strided:
+                given.append((a, p))
+        elif (n == 1 and not p.is_replicate()) or isinstance(p, MaskPartial):
+            given.append((a, p))
+    if _is_same(layout, tuple(given)):
         return tuple(given)
     # the canonical form of the other axes may have other factors than those that were given
-    return tuple((a, Shard(p.dim) if isinstance(p, Shard) else p) for a, p in given)
+    return tuple((a, Shard(p.dim) if isinstance(p, Shard) else p) for a, p in given if sizes[a] == 1)
+
+
+def _is_same(layout: Layout, units: UnitPlacements) -> bool:
+    """Whether a layout is what its placements are with these in their places."""
+    merged = list(layout.placements)
+    for a, p in units:
+        merged[a] = p
+    try:
+        return Layout.of(layout.shape, layout.axes, merged) is layout
+    except LayoutError:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def spelled(layout: Layout, units: UnitPlacements) -> UnitPlacements:
+    """Those of the placements that go with a layout; what a larger axis was given is forgotten where it no longer holds."""
+    sizes = layout.axes.sizes
+    if all(sizes[a] == 1 and not isinstance(p, StridedShard) for a, p in units) or _is_same(layout, units):
+        return units
+    return tuple((a, p) for a, p in units if sizes[a] == 1)
 
 
 def without_pending(units: UnitPlacements) -> UnitPlacements:

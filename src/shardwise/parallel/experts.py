@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import axes_of, block_of, on_mesh
+from shardwise.comm import axes_of, block_of, exchange_rows, on_mesh
 from shardwise.layout import Factor, Layout, Partial
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.module_tensors import Slot, slots_of
@@ -50,22 +51,26 @@ def run_experts(
     """Call the forward method of a module of experts, on each rank for the tokens of its own experts.
 
     The method takes tokens (T, H), for each the experts (T, K) and their weights (T, K), and returns the weighted sums (T, H). Each rank
-    calls it with the pairs of its own experts, as tokens with one expert each. The results are a pending sum, which is
-    reduced as the boundary says, or scattered to the tokens' own layout if the axis split them. Experts whose method takes other
+    calls it with the pairs of its own experts, as tokens with one expert each. The results of all ranks
+    are added, as the boundary says, or in the tokens' own layout if the axis splits them. Experts whose method takes other
     arguments, or which draw random numbers, run op by op.
 
-    Tokens are gathered if the axis splits them; the sum of the results is sent, and in the backward pass that of the gradients of
-    tokens and routing weights. Weights and their gradients are not.
+    If the axis splits the tokens, each is sent by an all-to-all to the ranks that have experts of it, once for each rank, and the
+    sums come back the same way. Otherwise the sum of the results is reduced, and in the backward pass that of the gradients of
+    tokens and routing weights. Weights of experts and their gradients are not sent.
     """
     given = _routed_tokens(original, module, boundary, args, kwargs)
     if given is None:
         args, kwargs = boundary.enter(args, kwargs)
         return boundary.leave(original(module, *args, **kwargs))
     before = given[0].sharding
-    x, index, weights = _gathered(given, boundary)
-    out = _sum_of_experts(original, module, boundary.axis, x, index, weights)
+    if any(boundary.axis in f.axes for f in before.dims[0]):
+        out = _exchanged_sum(original, module, boundary.axis, *_on_rows(given, boundary, before.dims[0]))
+    else:
+        kept = [Factor(f.size, tuple(a for a in f.axes if a != boundary.axis)) for f in before.dims[0]]
+        out = _sum_of_experts(original, module, boundary.axis, *_on_rows(given, boundary, kept))
     if boundary.axis in before.sharded:
-        return out.redistribute(placements=before.placements)
+        return out if out.sharding is before else out.redistribute(placements=before.placements)
     return boundary.leave(out)
 
 
@@ -110,34 +115,85 @@ def _is_local(slot: Slot, boundary: Boundary) -> bool:
     return isinstance(t, DTensor) and t.device_mesh is boundary.mesh and t.sharding.sharded <= {boundary.axis}
 
 
-def _gathered(given: tuple[DTensor, Tensor, Tensor], boundary: Boundary) -> tuple[DTensor, ...]:
-    """The tokens of all ranks along the axis, with their experts and weights; other axes may split them."""
-    mesh, axis = boundary.mesh, boundary.axis
-    x, index, weights = (
-        t
-        if isinstance(t, DTensor)
-        else DTensor.from_local(t, mesh, Layout.replicated(t.shape, axes_of(mesh)).placements)
-        for t in given
-    )
-    factors = [Factor(f.size, tuple(a for a in f.axes if a != axis)) for f in x.sharding.dims[0]]
-    rows = factors or [Factor(x.shape[0])]
+def _on_rows(
+    given: tuple[DTensor, Tensor, Tensor], boundary: Boundary, rows: Sequence[Factor]
+) -> tuple[DTensor, DTensor, DTensor]:
+    """The tokens, their experts and their weights, each rank with all of its rows: those that these factors give it."""
+    mesh = boundary.mesh
+    axes = axes_of(mesh)
+    rows = rows or [Factor(given[0].shape[0])]
 
-    def settled(t: DTensor) -> DTensor:
-        layout = Layout.replicated(tuple(t.shape), axes_of(mesh)).with_dim(0, *rows)
+    def settled(t: Tensor) -> DTensor:
+        whole = Layout.replicated(tuple(t.shape), axes)
+        x = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, whole.placements)
         # also where nothing moves: the gradient is reduced here, once
-        return t.redistribute(placements=layout.placements)
+        return x.redistribute(placements=whole.with_dim(0, *rows).placements)
 
+    x, index, weights = given
     return settled(x), settled(index), settled(weights)
 
 
 def _sum_of_experts(
     original: Callable[..., Any], module: nn.Module, axis: int, x: DTensor, index: DTensor, weights: DTensor
 ) -> DTensor:
-    """The results of each rank's experts, as a pending sum along the axis."""
+    """The results of each rank's experts for all tokens, as a pending sum along the axis."""
+    blocks = [_with_own_gradient(t, {axis}) for t in (x, weights)]
+    block = _on_own_experts(original, module, axis, x, index.to_local(), *blocks)
+    pending = x.sharding.with_partial({axis: "sum"})
+    return DTensor.from_local(block, x.device_mesh, pending.placements, shape=x.shape)
+
+
+def _exchanged_sum(
+    original: Callable[..., Any], module: nn.Module, axis: int, x: DTensor, index: DTensor, weights: DTensor
+) -> DTensor:
+    """The results for tokens that the axis splits: each is sent to the ranks of its experts, once, and a sum comes back."""
+    mesh = x.device_mesh
+    ranks = x.sharding.axes.sizes[axis]
+    most = -(-module.num_experts // ranks)  # type: ignore[operator]
+    own, chosen, shares = x.to_local(), index.to_local(), weights.to_local()
+
+    def goes_to(coord: Any, chosen: Tensor) -> Tensor:
+        owner = chosen // most
+        return torch.stack([(owner == r).any(1) for r in range(ranks)])
+
+    goes = on_mesh(mesh, goes_to, chosen)
+    rows, send = goes.nonzero()[:, 1], goes.sum(1)
+    one = torch.ones_like(send)
+    receive = exchange_rows(send, one, one, mesh, axis)
+    tokens, parts = (_Exchange.apply(t[rows], send, receive, mesh, axis) for t in (own, shares))  # type: ignore[no-untyped-call]
+    experts = exchange_rows(chosen[rows], send, receive, mesh, axis)
+    sums = _on_own_experts(original, module, axis, x, experts, tokens, parts)
+    back = _Exchange.apply(sums, receive, send, mesh, axis)  # type: ignore[no-untyped-call]
+    total = torch.zeros_like(own).index_add(0, rows, back)
+    return DTensor.from_local(total, mesh, x.placements, shape=x.shape)
+
+
+class _Exchange(torch.autograd.Function):
+    """`apply(rows, numbers to send, numbers to receive, mesh, axis)`; gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Tensor, receive: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        ctx.back = receive, send, mesh, axis
+        return exchange_rows(x, send, receive, mesh, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Exchange.apply(grads[0], *ctx.back), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+def _on_own_experts(
+    original: Callable[..., Any],
+    module: nn.Module,
+    axis: int,
+    x: DTensor,
+    index: Tensor,
+    tokens: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """The results of each rank's experts for the tokens that it has, which are tokens of `x`."""
     mesh, layout = x.device_mesh, x.sharding
     slots = [s for s in slots_of(module) if isinstance(s.tensor, DTensor)]
-    blocks = [_with_own_gradient(t, {axis}) for t in (x, weights)]
-    blocks += [_with_own_gradient(s.tensor, {axis} | layout.sharded) for s in slots]  # type: ignore[arg-type]
+    blocks = [_with_own_gradient(s.tensor, {axis} | layout.sharded) for s in slots]  # type: ignore[arg-type]
     experts = Layout.replicated((module.num_experts,), layout.axes)  # type: ignore[arg-type]
     split = experts.with_dim(0, Factor(module.num_experts, (axis,)))  # type: ignore[arg-type]
 
@@ -146,8 +202,7 @@ def _sum_of_experts(
         with _own_experts(module, slots, parameters, len(own)):
             return _weighted(original, module, own, index, x, weights, parameters)
 
-    block = on_mesh(mesh, on_rank, index.to_local(), *blocks)
-    return DTensor.from_local(block, mesh, layout.with_partial({axis: "sum"}).placements, shape=x.shape)
+    return on_mesh(mesh, on_rank, index, tokens, weights, *blocks)  # type: ignore[no-any-return]
 
 
 def _with_own_gradient(t: DTensor, axes: set[int] | frozenset[int]) -> Tensor:

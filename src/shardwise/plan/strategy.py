@@ -80,6 +80,8 @@ def choose(
     model = current_costs()
     found: list[tuple[tuple[float, int, int, int], Choice]] = []
     for number, (guess, choice) in enumerate(_choices(rule, layouts, outputs, itemsizes, model)):
+        if len(found) >= _PLANNED and guess > found[_PLANNED - 1][0][0]:
+            break  # this and all later ones are dearer than those that will be planned
         if choice is None or not _is_allowed(rule, choice, layouts, fixed, kept):
             continue
         moved = sum(a is not b for a, b in zip(layouts, choice.inputs, strict=True))

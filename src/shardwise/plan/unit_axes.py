@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardwise.layout import Partial, Placement, Shard, UnitPlacements
+from shardwise.layout import Partial, Placement, Shard, StridedShard, UnitPlacements
 from shardwise.rules import Rule
 
 __all__ = ["units_of_results", "units_of_view"]
@@ -14,7 +14,8 @@ __all__ = ["units_of_results", "units_of_view"]
 def units_of_results(rule: Rule, inputs: Sequence[UnitPlacements], count: int) -> list[UnitPlacements]:
     """For each of `count` results its placements on axes of size 1, given those of the inputs.
 
-    On such an axis nothing moves, so the first input that the rule allows to be split or pending decides.
+    The first input that the rule allows to be split or pending decides: on an axis of size 1 nothing moves, and on others
+    specs forget what does not go with their layouts.
     """
     out: list[list[tuple[int, Placement]]] = [[] for _ in range(count)]
     for axis in sorted({a for one in inputs for a, _ in one}):
@@ -27,8 +28,8 @@ def units_of_results(rule: Rule, inputs: Sequence[UnitPlacements], count: int) -
 
 def _on_axis(rule: Rule, inputs: Sequence[Placement | None], count: int) -> list[Placement | None]:
     for i, p in enumerate(inputs):
-        if isinstance(p, Shard) and (letter := rule.inputs[i][p.dim]) is not None:
-            return [_of_letter(rule, letter, j) for j in range(count)]
+        if isinstance(p, Shard | StridedShard) and (letter := rule.inputs[i][p.dim]) is not None:
+            return [_of_letter(rule, letter, j, p) for j in range(count)]
         if isinstance(p, Partial):
             is_passed = any(i in g and all(inputs[k] == p for k in g) for g in rule.linear)
             op = (
@@ -39,12 +40,12 @@ def _on_axis(rule: Rule, inputs: Sequence[Placement | None], count: int) -> list
     return [None] * count
 
 
-def _of_letter(rule: Rule, letter: str, j: int) -> Placement | None:
+def _of_letter(rule: Rule, letter: str, j: int, p: Shard | StridedShard) -> Placement | None:
     """The placement of a result on an axis that splits a letter."""
     if j in rule.alike:
         return None
     if letter in rule.outputs[j]:
-        return Shard(rule.outputs[j].index(letter))
+        return _on_dim(p, rule.outputs[j].index(letter))
     return Partial(rule.reduced[letter]) if letter in rule.reduced else None
 
 
@@ -57,8 +58,13 @@ def units_of_view(units: UnitPlacements, before: Sequence[int], after: Sequence[
     starts = {math.prod(after[:d]): d for d in range(len(after))}
     out: list[tuple[int, Placement]] = []
     for axis, p in units:
-        if not isinstance(p, Shard):
+        if not isinstance(p, Shard | StridedShard):
             out.append((axis, p))
         elif (d := starts.get(math.prod(before[: p.dim]))) is not None:
-            out.append((axis, Shard(d)))
+            out.append((axis, _on_dim(p, d)))
     return tuple(out)
+
+
+def _on_dim(p: Shard | StridedShard, dim: int) -> Placement:
+    """The placement on another dim."""
+    return StridedShard(dim, split_factor=p.split_factor) if isinstance(p, StridedShard) else Shard(dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, detached, is_sparse, members_of
 from shardwise.comm.run import run
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride, without_pending
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.redistribute import Redistribute, densify, grad_layout
+from shardwise.tensor.redistribute import Redistribute, densify, grad_layout, move
+from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
@@ -24,6 +27,11 @@ __all__ = ["FromLocal", "ToLocal", "join_blocks"]
 
 def _blocks(local: Tensor) -> tuple[Tensor, ...]:
     return local.ranks if isinstance(local, PerRank) else (local,)
+
+
+def _is_final(grad: Tensor) -> bool:
+    """Whether a gradient is not differentiated again, so that its conversion needs no node."""
+    return not torch.is_grad_enabled() and not has_tangent(grad)
 
 
 def join_blocks(ranks: tuple[int, ...] | None, blocks: tuple[Tensor, ...]) -> Tensor:
@@ -63,17 +71,30 @@ class ToLocal(torch.autograd.Function):
         # the gradient of a sum is one number expanded, into which nothing can be accumulated
         grads = tuple(g.contiguous() if not is_sparse(g) and 0 in g.stride() else g for g in grads)
         given = grads[0]
-        shape, stride = spec.shape, stride_of(given)
-        if stride is not None:
-            stride = global_stride(shape, stride) if given.dim() == len(shape) else contiguous_stride(shape)
-        grad_spec = Spec(spec.mesh, layout, given.dtype, shape, stride, without_pending(spec.units))
+        stride = stride_of(given)
+        grad_spec = _gradient_spec(spec, layout, given.dtype, stride)
+        if ctx.ranks is None and stride is not None and _is_final(given):
+            return new_dtensor(DTensor, given.detach(), grad_spec, False), None
         return FromLocal.apply(grad_spec, None, ctx.ranks, *grads), None  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=4096)
+def _gradient_spec(spec: Spec, layout: Layout, dtype: torch.dtype, stride: tuple[int, ...] | None) -> Spec:
+    """The spec of a gradient in a layout, whose blocks have these strides; None for sparse ones."""
+    shape = spec.shape
+    if stride is not None:
+        stride = global_stride(shape, stride) if len(stride) == len(shape) else contiguous_stride(shape)
+    return Spec(spec.mesh, layout, dtype, shape, stride, without_pending(spec.units))
+
+
+at_simulation_end(_gradient_spec.cache_clear)
 
 
 def _zero_grad(spec: Spec, rank: int) -> Tensor:
     return torch.zeros(block_shape(spec.layout, members_of(spec.mesh)[rank]), dtype=spec.dtype)
 
 
+@lru_cache(maxsize=4096)
 def _implied_gradient(layout: Layout) -> tuple[Layout, int]:
     """The layout of the blocks' gradient if none is given, and the factor to multiply it by."""
     ops = dict(layout.partial)
@@ -115,6 +136,11 @@ class FromLocal(torch.autograd.Function):
             return (None, None, None, *([None] * (len(ctx.ranks) if ctx.ranks else 1)))
         layout: Layout = ctx.spec.layout
         target = ctx.grads_layout if ctx.grads_layout is not None else grad_layout(layout)
+        if ctx.ranks is None and not layout.partial and _is_final(grad):
+            moved = densify(grad, target)
+            if moved._spec.layout is not target:
+                moved = move(moved, target, (), False, grad.dtype)
+            return None, None, None, detached(moved._local_tensor)
         moved = Redistribute.apply(densify(grad, target), target, (), False, grad.dtype, grad.dtype)  # type: ignore[no-untyped-call]
         # each rank has its own share of a maximum or minimum, so gradients in a second backward pass add up
         shared = ctx.grads_layout is None and any(op in ("max", "min") for _, op in layout.partial)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
+from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import ShapeMethods
 from shardwise.torch_internals.dispatcher import read_schema
@@ -59,7 +60,7 @@ def _is_simple(index: Any) -> bool:
     return _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES
 
 
-class DTensor(PythonMethods, ShapeMethods, torch.Tensor):
+class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw

@@ -36,7 +36,7 @@ from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["Redistribute", "densify", "grad_layout", "redistribute", "to_layout"]
+__all__ = ["Redistribute", "densify", "grad_layout", "move", "redistribute", "to_layout"]
 
 
 def redistribute(
@@ -63,7 +63,7 @@ def redistribute(
     dtype = forward_dtype or spec.dtype
     if torch.is_grad_enabled() and (x.requires_grad or has_tangent(x)):
         return Redistribute.apply(x, target, units, async_op, dtype, backward_dtype or spec.dtype)  # type: ignore[no-any-return, no-untyped-call]
-    return _redistribute(x, target, units, async_op, dtype)
+    return move(x, target, units, async_op, dtype)
 
 
 def _check_mesh(x: DTensor, mesh: object) -> None:
@@ -117,6 +117,7 @@ def _target(
     return target, unit_placements(target, placements)
 
 
+@lru_cache(maxsize=4096)
 def grad_layout(layout: Layout) -> Layout:
     """The layout of a gradient: it has no pending reductions."""
     return layout.with_partial({})
@@ -141,9 +142,7 @@ def _moved_spec(spec: Spec, target: Layout, dtype: torch.dtype, units: UnitPlace
 at_simulation_end(_moved_spec.cache_clear)
 
 
-def _redistribute(
-    x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtype: torch.dtype
-) -> DTensor:
+def move(x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtype: torch.dtype) -> DTensor:
     """A new DTensor in another layout and dtype, beneath autograd."""
     spec = x._spec
     if spec.stride is None:
@@ -178,7 +177,7 @@ class Redistribute(torch.autograd.Function):
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.dtypes = x._spec.layout, x.dtype, (forward, backward)
         ctx.async_op, ctx.units = async_op, without_pending(x._spec.units)
-        return _redistribute(x, target, units, async_op, forward)
+        return move(x, target, units, async_op, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -186,7 +185,10 @@ class Redistribute(torch.autograd.Function):
         forward, backward = ctx.dtypes
         target = grad_layout(ctx.source)
         grad = densify(grad, target)
-        out = Redistribute.apply(grad, target, ctx.units, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() or has_tangent(grad):
+            out = Redistribute.apply(grad, target, ctx.units, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]
+        else:  # this gradient is not differentiated again
+            out = move(grad, target, ctx.units, ctx.async_op, backward)
         return (out if out.dtype == ctx.dtype else out.to(ctx.dtype)), None, None, None, None, None
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.autograd import Variable, forward_ad
 
 __all__ = [
+    "accumulating_leaf",
     "at_backward_end",
     "current_backward",
+    "has_accumulation_hooks",
     "has_saved_tensor_hooks",
     "has_tangent",
     "in_backward",
@@ -65,6 +67,40 @@ def at_backward_end(callback: Callable[[], None]) -> None:
     ['end']
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def accumulating_leaf() -> Tensor | None:
+    """In a gradient hook: the tensor whose `grad` the running pass accumulates into next; None if it is returned instead.
+
+    >>> x, seen = torch.ones(1, requires_grad=True), []
+    >>> _ = x.register_hook(lambda grad: seen.append(accumulating_leaf() is x))
+    >>> (x * 2).sum().backward()
+    >>> _ = torch.autograd.grad((x * 2).sum(), x)
+    >>> seen, accumulating_leaf()
+    ([True, False], None)
+    """
+    if not in_backward():
+        return None
+    node = torch._C._current_autograd_node()
+    leaf: Tensor | None = getattr(node, "variable", None)
+    if leaf is None:
+        return None
+    try:
+        return leaf if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # which torch raises for a leaf in `autograd.grad`
+        return None
+
+
+def has_accumulation_hooks(x: Tensor) -> bool:
+    """Whether a tensor has hooks that run right after its gradient was accumulated.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> before = has_accumulation_hooks(x)
+    >>> _ = x.register_post_accumulate_grad_hook(print)
+    >>> before, has_accumulation_hooks(x)
+    (False, True)
+    """
+    return bool(x._post_accumulate_grad_hooks)
 
 
 def run_when_ready(result: Tensor) -> None:

@@ -1,0 +1,21 @@
+"""Where torch kept context parallelism before 2.10."""
+
+from shardwise.experimental._context_parallel._attention import (
+    _context_parallel_shard,
+    _enable_context_parallel_dispatcher,
+    _HeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
+
+__all__ = [
+    "_HeadTailLoadBalancer",
+    "_PTRRLoadBalancer",
+    "_context_parallel_shard",
+    "_enable_context_parallel_dispatcher",
+    "context_parallel",
+    "context_parallel_unshard",
+    "set_rotate_method",
+]

@@ -1,0 +1,43 @@
+"""The class that torch's C++ takes for its own DTensor: it imports it at the first op on any tensor subclass, and keeps it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["PACKAGE", "occupy_dtensor_class"]
+
+PACKAGE = "torch.distributed.tensor"
+"""The package of torch that has the class."""
+
+
+class _Nobody(torch.Tensor):
+    """The class that C++ takes for torch's DTensor; no tensor has it."""
+
+
+class _Probe(torch.Tensor):
+    """A tensor whose only op makes C++ look for the class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return None
+
+
+def occupy_dtensor_class() -> None:
+    """Let C++ take a class that no tensor has for torch's DTensor, so that torch's package is not imported for it.
+
+    To be called before the package is imported, once per process; C++ keeps the class as long as the process lives.
+    """
+    stand_in: Any = ModuleType(PACKAGE)
+    stand_in.DTensor = _Nobody
+    had = vars(torch.distributed).get("tensor")
+    sys.modules[PACKAGE] = stand_in
+    try:
+        torch.neg(torch.Tensor._make_wrapper_subclass(_Probe, (1,)))
+    finally:
+        del sys.modules[PACKAGE]
+        if had is None:
+            vars(torch.distributed).pop("tensor", None)

@@ -1,0 +1,5 @@
+"""Imports shardwise and installs nothing."""
+
+import torch  # noqa: F401
+
+import shardwise  # noqa: F401

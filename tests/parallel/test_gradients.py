@@ -1,0 +1,170 @@
+"""Gradients of parameters under plans: small pending sums are reduced together when a backward pass ends."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.launch import Workers
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+LAYERS = 3
+
+
+class Block(nn.Module):
+    """A norm and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def _styles() -> dict[str, object]:
+    split, whole = sw.Shard(1), sw.Replicate()
+    return {
+        "*.norm": SequenceParallel(),
+        "*.mlp": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "*.mlp.0": ColwiseParallel(use_local_output=False),
+        "*.mlp.2": RowwiseParallel(output_layouts=split, use_local_output=False),
+    }
+
+
+def _names() -> dict[str, object]:
+    return {"*.norm": "sequence_parallel", "*.mlp.0": "colwise", "*.mlp.2": "rowwise"}
+
+
+def _dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(LAYERS))).double()
+
+
+def _input(seed: int) -> Tensor:
+    return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _full(t: Tensor) -> Tensor:
+    t = t.full_tensor() if isinstance(t, sw.DTensor) else t
+    return t.ranks[-1] if isinstance(t, sw.PerRank) else t
+
+
+def _parallel(dense: nn.Module, plan: dict[str, object]) -> tuple[nn.Module, sw.DeviceMesh]:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return parallelize_module(copy.deepcopy(dense), mesh, plan), mesh
+
+
+def _loss(model: nn.Module, mesh: sw.DeviceMesh, seed: int) -> Tensor:
+    return model(sw.distribute_tensor(_input(seed), mesh, [sw.Shard(1)])).square().sum()
+
+
+def _all_reduces(comm: CommDebugMode) -> int:
+    return sum(
+        n for op, n in comm.get_comm_counts().items() if "reduce" in str(op) and "scatter" not in str(op)
+    )
+
+
+@pytest.mark.parametrize("plan", [_styles, _names])
+def test_pending_gradients_are_reduced_by_one_collective_in_each_pass(plan: Callable[[], dict[str, object]]):
+    dense = _dense()
+    for seed in (1, 2):
+        dense(_input(seed)).square().sum().backward()
+    with sw.simulate(2):
+        model, mesh = _parallel(dense, plan())
+        model.zero_grad()
+        for seed in (1, 2):
+            loss = _loss(model, mesh, seed)
+            before = {p: p.grad for p in model.parameters()}
+            with CommDebugMode() as comm:
+                loss.backward()
+            assert _all_reduces(comm) == 1
+            assert all(g is None or p.grad is g for p, g in before.items())
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            assert p.grad.sharding is p.sharding
+            torch.testing.assert_close(_full(p.grad), q.grad)
+
+
+def test_gradients_that_are_read_before_the_pass_ends_are_reduced_at_once():
+    dense = _dense()
+    dense(_input(1)).square().sum().backward()
+    with sw.simulate(2):
+        model, mesh = _parallel(dense, _styles())
+        model.zero_grad()
+        seen: dict[str, Tensor] = {}
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
+        _loss(model, mesh, 1).backward()
+        returned = torch.autograd.grad(_loss(model, mesh, 1), list(model.parameters()))
+        twice = torch.autograd.grad(_loss(model, mesh, 1), list(model.parameters()), create_graph=True)
+        for (name, q), g, h in zip(dense.named_parameters(), returned, twice, strict=True):
+            p = model.get_parameter(name)
+            for found in (seen[name], p.grad, g, h):
+                assert found.sharding is p.sharding
+                torch.testing.assert_close(_full(found), q.grad)
+            assert h.requires_grad
+
+
+def test_a_pass_that_fails_leaves_gradients_that_the_next_pass_adds_to():
+    dense = _dense()
+
+    def interrupt(grad: Tensor) -> None:
+        raise KeyError("interrupted")
+
+    with sw.simulate(2):
+        model, mesh = _parallel(dense, _styles())
+        handle = model[0].norm.weight.register_hook(interrupt)
+        with pytest.raises(KeyError, match="interrupted"):
+            _loss(model, mesh, 1).backward()
+        handle.remove()
+        partial = {n: _full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+        assert any(p.grad is not None and p.grad.sharding.partial for p in model.parameters())
+        _loss(model, mesh, 2).backward()
+        dense.zero_grad()
+        dense(_input(2)).square().sum().backward()
+        for (name, q), p in zip(dense.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(_full(p.grad), q.grad + partial.get(name, 0))
+            assert p.grad.sharding is p.sharding
+
+
+def test_many_small_gradients_are_reduced_in_parts_and_large_ones_alone(monkeypatch):
+    dense = _dense()
+    dense(_input(1)).square().sum().backward()
+    monkeypatch.setattr("shardwise.parallel.gradients._MOST", 120)
+    monkeypatch.setattr("shardwise.parallel.gradients._LARGE", 1000)
+    with sw.simulate(2):
+        model, mesh = _parallel(dense, _styles())
+        model.zero_grad()
+        loss = _loss(model, mesh, 1)
+        with CommDebugMode() as comm:
+            loss.backward()
+        assert 1 < _all_reduces(comm) < 2 * LAYERS
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(_full(p.grad), q.grad)
+
+
+def _on_processes() -> list[Tensor]:
+    model, mesh = _parallel(_dense(), _styles())
+    for seed in (1, 2):
+        _loss(model, mesh, seed).backward()
+    return [_full(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.processes
+def test_gradients_on_processes_equal_one_device(workers: Workers):
+    dense = _dense()
+    for seed in (1, 2):
+        dense(_input(seed)).square().sum().backward()
+    for found in workers.run(_on_processes)[:2]:
+        for a, q in zip(found, dense.parameters(), strict=True):
+            torch.testing.assert_close(a, q.grad)
