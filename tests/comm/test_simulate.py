@@ -537,7 +537,7 @@ def test_collectives_in_which_each_rank_has_another_role_are_refused_with_the_re
         error = r"[^|]*\n  why: [^|]*\n  fix: "
         with pytest.raises(RuntimeError, match=r"as its output" + error):
             dist.gather(t, plain)
-        with pytest.raises(RuntimeError, match=r"as its output" + error):
+        with pytest.raises(RuntimeError, match=r"got plain tensors" + error):
             dist.reduce_scatter(plain[0], [t, t])
         with pytest.raises(RuntimeError, match=r"split sizes \[0, 2\]" + error):
             dist.all_to_all_single(torch.empty_like(t), t, [0, 2], [0, 2], group)
