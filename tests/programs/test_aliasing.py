@@ -296,6 +296,34 @@ PROGRAMS_OF_THE_ISSUE |= {
         i.add_(3)""",
 }  # fmt: skip
 PROGRAMS_OF_THE_ISSUE |= {
+    "hooks of a tensor that changed its shape see the gradients of its views": """
+        x = make((4, 3), L, grad=True)
+        y = x * 2
+        z, v = y * 3, y[0]
+        a = v * 2
+        y.t_()
+        b = y * 2
+        y.register_hook(lambda g: g * torch.ones_like(g).cumsum(1))
+        w = y[1]
+        c = (v * v).sum() + (w * w).sum()
+        (c + b.sum() + z.sum() + a.sum()).backward(retain_graph=True)
+        check()
+        y.mul_(2)
+        (y.sum() + (v * v).sum() + w.sum()).backward(retain_graph=True)
+        check()
+        y.unsqueeze_(0)
+        g = torch.autograd.grad((y * y).sum() + (v * v).sum(), x, create_graph=True)[0]
+        g.pow(2).sum().backward()""",
+    "in-place ops that inference mode passes on whole": """
+        x = make((4, 4), L, "int64")
+        with torch.inference_mode(): x &= 3
+        with torch.inference_mode(): x <<= 1
+        with torch.inference_mode(): y = x + 1
+        x |= 3
+        y &= 3""",
+    "integrals of empty tensors": """
+        x = make((4, 0), L)
+        y, z = torch.trapezoid(x, dim=1) + 1, torch.trapz(x, dim=0)""",
     "detach_ with live views": """
         x = make((4, 4), L, grad=True)
         y = x * 1

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
+from shardwise.call.arguments import tensors_in
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs, on_meta
@@ -48,7 +49,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
-from shardwise.torch_internals.subclass import new_dtensor
+from shardwise.torch_internals.subclass import bump_versions, new_dtensor
 
 __all__ = ["choose_route", "decide"]
 
@@ -184,7 +185,10 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # its operands were checked; what it creates is the same on every rank
     with override_settings(plain="replicate"):
-        if not torch.is_inference_mode_enabled() or records_views(func):
+        is_inference = torch.is_inference_mode_enabled() or any(
+            t.is_inference() for t in tensors_in(args[:1])
+        )
+        if not is_inference or records_views(func):
             return func.decompose(*args, **kwargs)
         with tracking_views():
             return func.decompose(*args, **kwargs)
@@ -268,6 +272,8 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = resolving_lazy_bits(run)
     run = checking_values(call, run)
     if call.info.writes:
+        if route.kind == "rule" and is_composite(func) and not records_views(func):
+            run = _counting_writes(call, run)
         if route.plans != () or call.info.out_names or call.info.qualified_name in FORBIDS_ALIAS:
             run = _checking_overlap(func, run)
     elif route.plans != () and not call.info.is_view:
@@ -282,6 +288,17 @@ def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) 
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compare_plain(func, OpCall(func, args, kwargs).tensors, positions, mesh)
+        return inner(args, kwargs)
+
+    return run
+
+
+def _counting_writes(call: OpCall, inner: Run) -> Run:
+    """The run of an in-place op such as `__iand__`, which inference mode passes on whole, and so does not count."""
+    i = call.info.written[0]
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bump_versions(args[i : i + 1])
         return inner(args, kwargs)
 
     return run

@@ -53,6 +53,7 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
             if is_used_elsewhere(self):
                 raise RuntimeError(_USED.format(name=name, out_of_place=name[:-1], spec=self._spec))
             return original(self, *args, **kwargs)
+        former = _former_self(self)
         if self.requires_grad:
             new = out_of_place(self, *args, **kwargs)
         else:  # as the base of its views it may get a gradient later, whatever mode this is
@@ -60,13 +61,34 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
                 new = out_of_place(self, *args, **kwargs)
         if not getattr(new, "_can_change_places", False):  # no view, or one of a torch.func transform
             return original(self, *args, **kwargs)
+        call = (out_of_place, args, kwargs)
         if view_base(self) is None:
-            new.__dict__[_SUCCESSOR] = (id(self), name)
+            new.__dict__[_SUCCESSOR] = (id(self), name, (call,))
+        elif former is not None:
+            successor, name_before, calls = former.__dict__[_SUCCESSOR]
+            former.__dict__[_SUCCESSOR] = (successor, name_before, (*calls, call))
         # torch counts it as a write, except that resizing to the same size is nothing
-        return self._become(new, is_write=new.shape != self.shape or not name.startswith("resize"))
+        is_write = new.shape != self.shape or not name.startswith("resize")
+        if self.requires_grad and (former is not None or view_base(self) is None):
+            _NewNode.apply(self if former is None else former)  # type: ignore[no-untyped-call]
+            is_write = False  # it is counted already
+        return self._become(new, is_write=is_write)
 
     method.__name__ = name
     return method
+
+
+class _NewNode(torch.autograd.Function):
+    """A new node for a tensor, in place: hooks of its gradient see what uses it from now on, as after any write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
 
 
 _SUCCESSOR, _FORMER = "_shardwise_successor", "_shardwise_former"
@@ -110,6 +132,30 @@ def _cut(base: Any, x: Any, name: str) -> None:
 
     torch.Tensor.detach_(base)
     torch.Tensor.requires_grad_(base).register_hook(refuse)
+
+
+def _register_hook(self: Any, hook: Callable[[Any], Any]) -> Any:
+    """Call a function with the gradient of the tensor, which it may replace by another."""
+    former = _former_self(self)
+    if former is None or not former.requires_grad:
+        return torch.Tensor.register_hook(self, hook)  # type: ignore[no-untyped-call]
+    calls = former.__dict__[_SUCCESSOR][2]
+
+    def view(x: Any) -> Any:
+        for out_of_place, args, kwargs in calls:
+            x = out_of_place(x, *args, **kwargs)
+        return x
+
+    def relay(grad: Any) -> Any:
+        result = hook(view(grad))
+        if result is None:
+            return None
+        grad = torch.empty_like(grad)
+        view(grad).copy_(result)
+        return grad
+
+    # the gradients of views are part of the tensor's, and for us they are views of what it was
+    return former.register_hook(relay)
 
 
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
@@ -171,5 +217,6 @@ class ShapeMethods:
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)
     detach_: Any = _detach
+    register_hook: Any = _register_hook
     requires_grad_: Any = _requires_grad
     requires_grad = property(torch.Tensor.requires_grad.__get__, _requires_grad)  # type: ignore[attr-defined]
