@@ -378,7 +378,7 @@ PROGRAMS_OF_THE_ISSUE |= {
         torch._foreach_add_([x, e, y], 1.0)
         check()
         with torch.inference_mode(): z = make((4, 4), L)
-        torch._foreach_add_([x, z, y], 1.0)""",
+        torch._foreach_add_([z, x, y], 1.0)""",
     "expanded tensors are written to": """
         x, y = make((4, 4), L), make((4, 4), L, seed=1)
         e = x[:1].expand(4, 4)

@@ -42,6 +42,9 @@ class Entry(NamedTuple):
 _BY_VALUE = frozenset(
     {"int", "SymInt", "bool", "float", "str", "ScalarType", "MemoryFormat", "Device", "Layout"}
 )
+_FEW_VALUES = frozenset(
+    {"memory_format", "dtype", "layout", "device", "pin_memory"}
+)  # int or bool in schemas
 
 
 def new_entry(func: Any) -> Entry:
@@ -57,12 +60,13 @@ def new_entry(func: Any) -> Entry:
         t in _BY_VALUE or (i == 0 and first == "Tensor" and t in ("List[int", "List[SymInt"))
         for i, t in enumerate(rest)
     )
+    has_few_values = all(a.name in _FEW_VALUES or a.type == "str" for a in info.arguments[1:])
     form = OTHER
     if first == "Tensor" and rest[:1] == ["Tensor"]:
         form = TWO_TENSORS
     elif by_value and first == "List[Tensor":
         form = LIST
-    elif by_value and first == "Tensor" and (not by_type or not rest):
+    elif by_value and first == "Tensor" and (not by_type or has_few_values):
         form = ONE_TENSOR
     return Entry(func, by_type, form, info.is_view, {}, {})
 
@@ -102,6 +106,8 @@ def call_key(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             parts.append(a._spec)
         elif kind is float and by_type:
             parts.append(float)
+        elif kind is list and a and type(a[0]) is DTensor and (specs := specs_of(a)) is not None:
+            parts.append(specs)
         else:
             parts.append(_part(a, by_type))
     for k, v in kwargs.items():

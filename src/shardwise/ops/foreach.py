@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from shardwise.call.arguments import map_tensors
 from shardwise.call.fallback import run_on_full
@@ -76,32 +75,19 @@ def foreach_route(call: OpCall) -> Route:
     repeated = call.info.writes and any(map(is_repeated, call.args[0]))
     on_blocks = None if repeated else _on_blocks(call)
     run: Run = on_blocks or (lambda a, k: _on_each(func, a, k))
-    return Route(
-        "foreach",
-        _bumping(func, run, repeated) if call.info.writes else run,
-        None if on_blocks is None else (),
-    )
+    if repeated:
+        run = _one_at_a_time(func, run)
+    return Route("foreach", run, None if on_blocks is None else ())
 
 
-def _bumping(func: Any, inner: Run, repeated: bool) -> Run:
-    """The run of an op that writes to its first list: its wrappers have a new version, as plain tensors have.
-
-    Where one of the tensors may be refused, they are written one after the other, as torch does.
-    """
-    one_at_a_time, is_inference = op_info(func).one_at_a_time, torch.Tensor.is_inference
+def _one_at_a_time(func: Any, inner: Run) -> Run:
+    """The run of an op that may refuse one of the tensors: those before it are written, as torch does."""
+    one_at_a_time = op_info(func).one_at_a_time
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        normal = [t for t in args[0] if not is_inference(t)]
-        refused = len(normal) < len(args[0]) and not torch.is_inference_mode_enabled()
-        if (repeated or refused) and (lists := one_at_a_time(args)):
-            for some in lists:
-                func(*some, **kwargs)
-            return None
-        if refused:
-            bump_versions(args[0])  # raises
-        result = inner(args, kwargs)
-        increment_version(normal)
-        return result
+        for some in (lists := one_at_a_time(args)):
+            func(*some, **kwargs)
+        return None if lists else inner(args, kwargs)
 
     return run
 
@@ -123,13 +109,19 @@ def _on_blocks(call: OpCall) -> Run | None:
     if kwargs or not any(is_list) or any(isinstance(a, DTensor) for a in args):
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if writes:
+                bump_versions(args[0])  # raises before anything is written
             results = map_ranks(func, *_blocks(args), **_blocks(kwargs))
-            return None if writes else [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
+            if writes:
+                return None
+            return [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
 
         return run
     op = python_binding(func)
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if writes:  # the blocks will have new versions, and the DTensors must, too
+            bump_versions(args[0])
         results = op(
             *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)]
         )
@@ -152,20 +144,27 @@ def _blocks(tree: Any) -> Any:
 
 
 def _on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    single = _single_op(func)
+    single, writes = _single_op(func), op_info(func).writes
     if single is None:
-        return run_on_full(func, args, kwargs)
+        result = run_on_full(func, args, kwargs)
+        if writes:
+            bump_versions(args[0])
+        return result
     elements = list(_elements(func, args, kwargs))
+    if writes:
+        for here, named in elements:  # one that is refused leaves those after it as they were
+            single(*here, **named)
+            bump_versions(here[:1])
+        return None
     done = (
         _norms_together(func, elements)
         if single is aten.linalg_vector_norm.default
         else [None] * len(elements)
     )
-    results = [
+    return [
         single(*here, **named) if norm is None else norm
         for (here, named), norm in zip(elements, done, strict=True)
     ]
-    return None if op_info(func).writes else results
 
 
 def _norms_together(func: Any, elements: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 __all__ = [
     "bump_versions",
@@ -27,6 +26,9 @@ __all__ = [
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
+
+_increment_version: Any = torch._C._increment_version
+_is_inference: Any = torch.Tensor.is_inference
 
 
 def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
@@ -117,14 +119,13 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     >>> version(x) - before
     1
     """
-    normal = [t for t in tensors if not torch.Tensor.is_inference(t)]
-    if len(normal) < len(tensors) and not torch.is_inference_mode_enabled():
+    if True in map(_is_inference, tensors) and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
             "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
             "  fix: write to x.clone(), or inside torch.inference_mode()."
         )
-    increment_version(normal)
+    _increment_version(tensors)  # ignores tensors of inference mode
 
 
 def can_become_view(x: Tensor) -> bool:
@@ -204,7 +205,7 @@ def change_places(x: Tensor, y: Tensor, is_write: bool = True) -> None:
     torch._C._swap_tensor_impl(x, y)
     x._backward_hooks = None  # they are hooks of the gradient of what `x` was, whose node has them
     if is_write:
-        increment_version(x)
+        _increment_version([x])
 
 
 def storage_id(x: Tensor) -> int:
