@@ -1,28 +1,26 @@
-"""Data-parallel training steps compared with torch's FSDP2 and DDP: time in one interleaved run, bytes and collectives.
+"""Data-parallel training steps compared with torch's FSDP2 and DDP and with code by hand: time, bytes and memory.
 
 Two gloo processes with one thread each train the same residual MLP, each block of it in a group of its own. All candidates make
-a step in turn, so that the load of the machine is the same for all; the times are medians over the turns. The second line of a
-size is the CPU time of a rank, which other programs on the machine disturb less.
+a step in turn, so that the load of the machine is the same for all. The times are those of the fastest tenth of the turns. The second
+line of a size is the CPU time of a rank, which other programs on the machine disturb less. Peak memory is that of all tensors
+of a rank beyond the parameters as they are stored, and includes buffers that an engine keeps between steps.
 """
 
 import argparse
 import copy
-import itertools
-import json
-import statistics
-import tempfile
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from benchmarks.fsdp_by_hand import ByHand
 from shardwise import launch
 from shardwise.comm import counting
 from shardwise.fsdp import fully_shard
@@ -73,55 +71,94 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def steps_of(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Callable[[Tensor], Tensor]]]:
+    """The models, and for each candidate a function that makes a training step and returns the loss."""
+    nets = candidates(model)
+
+    def step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+        def step(x: Tensor) -> Tensor:
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return nets, {name: step_of(net) for name, net in nets.items()} | {"hand": ByHand(model, lr=1e-3).step}
+
+
 def measure(size: str, turns: int) -> tuple[dict[str, float], dict[str, float], dict[str, float], float, int]:
     """Seconds and CPU seconds per step and losses of each candidate, and the bytes per step, predicted and counted."""
     width, blocks, rows = SIZES[size]
     torch.manual_seed(0)
-    nets = candidates(Residual(width, blocks))
-    optimizers = {name: torch.optim.SGD(net.parameters(), lr=1e-3) for name, net in nets.items()}
+    nets, steps = steps_of(Residual(width, blocks))
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
-    times: dict[str, list[float]] = {name: [] for name in nets}
-    busy: dict[str, list[float]] = {name: [] for name in nets}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    busy: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
     for _ in range(turns + 3):
-        for name, net in nets.items():
+        for name, step in steps.items():
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
-            loss = net(x).pow(2).mean()
-            loss.backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
+            loss = step(x)
             times[name].append(time.perf_counter() - start)
             busy[name].append(time.process_time() - cpu)
             losses[name] = loss.item()
     with counting() as ledger:
         nets["fully_shard"](x).pow(2).mean().backward()
-    medians, cpus = (
-        {name: statistics.median(some[3:]) for name, some in kind.items()} for kind in (times, busy)
-    )
-    return medians, cpus, losses, explain(nets["fully_shard"]).bytes_per_rank, int(ledger.bytes)
+    fast, cpus = ({name: _fast(some[3:]) for name, some in kind.items()} for kind in (times, busy))
+    return fast, cpus, losses, explain(nets["fully_shard"]).bytes_per_rank, int(ledger.bytes)
 
 
-def peak_memory(size: str) -> dict[str, int]:
-    """The bytes that a step of each candidate allocates at most, beyond what it has before."""
-    width, blocks, rows = SIZES[size]
-    x, found = torch.randn(rows, width), {}
+def _fast(times: list[float]) -> float:
+    """The slowest of the fastest tenth."""
+    return sorted(times)[len(times) // 10]
+
+
+class Memory(TorchDispatchMode):
+    """The bytes of all tensors that ops return while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and not t.is_meta:
+                self.watch(t)
+        return out
+
+    def watch(self, t: Tensor) -> int:
+        """Count the memory of a tensor as long as it exists; returns the bytes of all memory."""
+        storage = getattr(t, "_local_tensor", t).untyped_storage()
+        key = storage._cdata
+        self._alive.setdefault(key, weakref.ref(storage, lambda _: self._alive.pop(key, None)))
+        sizes = [s.nbytes() for ref in list(self._alive.values()) if (s := ref()) is not None]
+        self.peak = max(self.peak, sum(sizes))
+        return sum(sizes)
+
+
+def peak_memory(size: str) -> dict[str, tuple[int, int]]:
+    """The bytes of all tensors of a rank at most in two steps, without the parameters; and what `explain` predicts."""
+    width, blocks, _ = SIZES[size]
+    found, x = {}, torch.randn(4, width)  # few rows: a prediction is of parameters and gradients
     for name, net in candidates(Residual(width, blocks)).items():
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        for turn in range(3):
-            with (
-                profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-                if turn == 2
-                else nullcontext() as seen
-            ):
+        stored = sum(getattr(p, "_local_tensor", p).nbytes for p in net.parameters())
+        with Memory() as memory:
+            for p in net.parameters():
+                memory.watch(p)
+            for _ in range(2):
                 net(x).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            seen.export_chrome_trace(file.name)
-            events = json.loads(Path(file.name).read_text())["traceEvents"]
-        memory = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-        found[name] = max(itertools.accumulate(change for _, change in memory))
+        ours = name in ("fully_shard", "replicate")
+        found[name] = memory.peak - stored, explain(net).peak_bytes if ours else 0
     return found
 
 
@@ -131,22 +168,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--sizes", nargs="*", default=["small", "large"], choices=list(SIZES))
     turns, sizes = vars(parser.parse_args()).values()
-    print(
-        f"{'size':8}{'fully_shard':>12}{'FSDP2':>10}{'ratio':>8}{'replicate':>12}{'DDP':>10}{'ratio':>8}   bytes per rank"
-    )
     peaks = launch(peak_memory, 2, "medium")[0]
-    print("peak memory of a medium step: " + ", ".join(f"{n} {b:,} B" for n, b in peaks.items()))
+    print("peak memory of a medium step, beyond the stored parameters:")
+    for name, (peak, predicted) in peaks.items():
+        print(f"  {name:12}{peak:>12,} B" + (f"   {predicted:,} B predicted" if predicted else ""))
+    names = ("fully_shard", "FSDP2", "hand", "replicate", "DDP")
+    print(f"{'size':8}" + "".join(f"{n:>13}" for n in names) + "    /FSDP2   /hand    /DDP   bytes per rank")
     for size in sizes:
         results = launch(measure, 2, size, turns)
         for name, loss in results[0][2].items():
             assert abs(loss - results[0][2]["DDP"]) < 1e-4 * abs(loss), name
         note = f"{results[0][3]:,.0f} predicted, {results[0][4]:,} counted"
         for kind, label, text in ((0, size, note), (1, "  CPU", "")):
-            ours, torchs, replicated, ddp = (max(r[kind][n] for r in results) * 1e3 for n in results[0][0])
-            print(
-                f"{label:8}{ours:>9.2f} ms{torchs:>7.2f} ms{ours / torchs:>8.2f}{replicated:>9.2f} ms{ddp:>7.2f} ms"
-                f"{replicated / ddp:>8.2f}   {text}"
-            )
+            took = {n: max(r[kind][n] for r in results) * 1e3 for n in names}
+            ours, replicated = took["fully_shard"], took["replicate"]
+            ratios = (ours / took["FSDP2"], ours / took["hand"], replicated / took["DDP"])
+            shown = "".join(f"{took[n]:>10.2f} ms" for n in names)
+            print(f"{label:8}{shown}  " + "".join(f"{r:>8.2f}" for r in ratios) + f"   {text}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from shardwise.comm.recipe import recipe_for
 from shardwise.layout import block_shape, contiguous_stride
 from shardwise.plan import GroupedStep
 from shardwise.plan.exchange import place_of
+from shardwise.torch_internals.flat import flattened, parts_of, shape_models
 
 __all__ = ["GroupedRecipe", "grouped_recipe_for"]
 
@@ -51,7 +52,10 @@ class GroupedRecipe:
 
 
 def grouped_recipe_for(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> GroupedRecipe:
-    """The recipe of a grouped step for the rank at `me`, given the dtype of each member."""
+    """The recipe of a grouped step for the rank at `me`, given the dtype of each member.
+
+    Blocks that are reduced may have another dtype: they are cast when they are packed.
+    """
     match step.kind:
         case "local":
             return _local(step, me, dtypes)
@@ -100,12 +104,18 @@ class _Chunks(NamedTuple):
         int, ...
     ]  # if blocks are equal boxes in peer order, the elements of a box of each block; otherwise empty
 
-    def pack(self, blocks: _Blocks) -> Tensor:
+    def pack(self, blocks: _Blocks, dtype: torch.dtype | None = None) -> Tensor:
+        """The blocks in a buffer of a dtype; None for their own."""
+        dtype = dtype or blocks[0].dtype
         if self.rows:  # the chunks are the rows of a matrix, in which each block is some columns
             peers = len(self.sizes)
             parts = [block.view(peers, row) for block, row in zip(blocks, self.rows, strict=True)]
+            if blocks[0].dtype is not dtype:
+                return torch.cat(parts, 1, out=blocks[0].new_empty(peers, sum(self.rows), dtype=dtype)).view(
+                    -1
+                )
             return torch.cat(parts, 1).view(-1) if len(parts) > 1 else parts[0].reshape(-1).clone()
-        buffer = blocks[0].new_empty(sum(self.sizes))
+        buffer = blocks[0].new_empty(sum(self.sizes), dtype=dtype)
         for region in self.regions:
             part = self.boxes[region.tensor].stack(blocks[region.tensor], region.run)
             region.of_buffer(buffer).copy_(part)
@@ -161,13 +171,12 @@ class _Results(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     offsets: tuple[int, ...]  # in elements of the buffer
     size: int
+    models: tuple[Tensor, ...]  # of the shapes, if all results have one dtype and none is empty
 
     def of(self, buffer: Tensor) -> list[Tensor]:
-        dtype = self.dtypes[0]
-        if all(other is dtype for other in self.dtypes):
-            typed = buffer if buffer.dtype is dtype else buffer.view(dtype)
-            parts = typed.split([math.prod(shape) for shape in self.shapes])
-            return [part.view(shape).data for part, shape in zip(parts, self.shapes, strict=True)]
+        if self.models and type(buffer) is Tensor:
+            dtype = self.dtypes[0]
+            return parts_of(buffer if buffer.dtype is dtype else buffer.view(dtype), self.models)
         out = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             count = math.prod(shape) * (dtype.itemsize // buffer.itemsize)
@@ -187,7 +196,8 @@ def _results(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype], unit: 
         offsets.append(size)
         count = math.prod(shape) * dtype.itemsize // unit
         size += -(-count // align) * align
-    return _Results(shapes, tuple(dtypes), tuple(offsets), size)
+    models = shape_models(shapes) if len(set(dtypes)) == 1 else ()
+    return _Results(shapes, tuple(dtypes), tuple(offsets), size, models)
 
 
 def _words(block: Tensor, word: torch.dtype) -> Tensor:
@@ -214,12 +224,14 @@ def _move(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> Groupe
         return found
 
     if step.kind == "all-gather" and all(len(set(b.counts)) == 1 for b in arriving):
-        return GroupedRecipe(
-            "all_gather",
-            lambda blocks: torch.cat([_words(b, word) for b in blocks]),
-            unpack,
-            move_codec(word),
-        )
+        alike = len(set(dtypes)) == 1 and not dtypes[0].is_complex
+
+        def pack_all(blocks: _Blocks) -> Tensor:
+            if alike and type(blocks[0]) is Tensor:
+                return flattened(blocks).view(word)
+            return torch.cat([_words(b, word) for b in blocks])
+
+        return GroupedRecipe("all_gather", pack_all, unpack, move_codec(word))
     going = _chunks([boxes_in_source(*w).repeated(k) for w, k in zip(where, factors, strict=True)])
 
     def pack(blocks: _Blocks) -> Tensor:
@@ -267,7 +279,7 @@ def _all_reduce(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedReci
     views = _views(step, me, dtype)
     return GroupedRecipe(
         "all_reduce",
-        lambda blocks: torch.cat([b.reshape(-1) for b in blocks]),
+        lambda blocks: flattened(blocks, dtype),
         lambda received, _: views(received),
         reduce_codec(dtype, step.op),
     )
@@ -278,7 +290,7 @@ def _reduce_scatter(step: GroupedStep, me: Coord, dtype: torch.dtype) -> Grouped
     going, views = _chunks(leaving), _views(step, me, dtype)
 
     def pack(blocks: _Blocks) -> Tensor:
-        return going.pack([b.contiguous() for b in blocks])
+        return going.pack([b.contiguous() for b in blocks], dtype)
 
     if all(len(set(b.counts)) == 1 for b in leaving):
         return GroupedRecipe(

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import Variable, forward_ad
 
 __all__ = [
+    "PROBE",
+    "accumulates_everywhere",
     "accumulating_leaf",
     "at_backward_end",
     "current_backward",
@@ -17,6 +19,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "has_tangent",
     "in_backward",
+    "is_hooked",
     "restore_hooks",
     "run_at_the_end",
     "run_when_ready",
@@ -67,6 +70,45 @@ def at_backward_end(callback: Callable[[], None]) -> None:
     ['end']
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+PROBE = torch.empty(0, requires_grad=True)
+"""A leaf for nodes to have among their inputs that ask `accumulates_everywhere`."""
+_probe_node = torch.autograd.graph.get_gradient_edge(PROBE).node
+
+
+def accumulates_everywhere() -> bool:
+    """Whether the backward pass that runs sets the gradients of all leaves, asked by a node that has `PROBE` as an input.
+
+    `torch.autograd.grad` and `backward(inputs=…)` do not, and nobody can ask for the gradient of the probe.
+
+    >>> seen = []
+    >>> class F(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, probe, x):
+    ...         return x * 2
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         seen.append(accumulates_everywhere())
+    ...         return None, grad * 2
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> F.apply(PROBE, x).backward()
+    >>> _ = torch.autograd.grad(F.apply(PROBE, x), x)
+    >>> seen
+    [True, False]
+    """
+    return torch._C._will_engine_execute_node(_probe_node)
+
+
+def is_hooked(leaf: Tensor) -> bool:
+    """Whether a leaf has hooks that get its gradient.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> _ = x.register_post_accumulate_grad_hook(print)
+    >>> is_hooked(x), is_hooked(torch.ones(1, requires_grad=True))
+    (True, False)
+    """
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def accumulating_leaf() -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.group import Group
-from shardwise.parallel.data.module import FSDPModule, make_data_parallel, watch_recomputation
+from shardwise.parallel.data.module import FSDPModule, make_data_parallel, mark_recomputed
 from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.data.shard import (
     Choice,
@@ -124,8 +124,7 @@ def apply_layouts(
     state.modules = max(1, len(called))
     for module in {id(m): m for m in (*modules, *called)}.values():
         make_data_parallel(module, state, prefix)
-    for group in groups:
-        watch_recomputation(modules, group)
+    mark_recomputed(modules, groups)
     state.packs = not all(group.is_in_place for m in modules for group in groups_in(m, recurse=True))
     return state
 

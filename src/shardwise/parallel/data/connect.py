@@ -8,17 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import PerRank, is_simulated, members_of
+from shardwise.parallel.data.reduction import Finish
 from shardwise.parallel.data.slot import Slot
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.autograd import current_backward, run_at_the_end, run_when_ready
+from shardwise.torch_internals.autograd import (
+    PROBE,
+    accumulates_everywhere,
+    current_backward,
+    is_hooked,
+    run_at_the_end,
+    run_when_ready,
+)
 
-__all__ = ["Finish", "Reduce", "connected_tensors"]
+__all__ = ["Reduce", "connected_tensors", "joined"]
 
-Finish = Callable[[], DTensor]
-"""Waits for a gradient that is being reduced, and returns it."""
-Reduce = Callable[[dict[int, Tensor | None]], list[Finish | None]]
-"""Begins to reduce the gradients of some slots, and returns what completes those of the stored parameters."""
+Reduce = Callable[[Sequence[int], Sequence[Tensor | None]], Finish | None]
+"""Begins to reduce the gradients of the slots with these indices, and returns what completes them."""
 
 
 def connected_tensors(
@@ -29,52 +37,80 @@ def connected_tensors(
     reduce: Reduce,
 ) -> dict[int, Tensor]:
     """The tensors to compute with, of the gathered blocks of slots whose gradients are reduced together."""
-    reduced: dict[int, list[Finish | None]] = {}  # by backward pass, on the way from one node to the other
-    token = _Accumulate.apply(reduced, *params)  # type: ignore[no-untyped-call]
+    reduced: dict[int, Finish | None] = {}  # by backward pass, on the way from one node to the other
+    token = _Accumulate.apply(reduced, PROBE, *params)  # type: ignore[no-untyped-call]
     run_at_the_end(token)
-    listed = list(slots.values())
+    mesh = next(iter(slots.values())).mesh
     raw = [slot.raw(blocks[i], whole) for i, slot in slots.items()]
-    found = _Unshard.apply(reduced, slots, raw, reduce, token)  # type: ignore[no-untyped-call]
+    found = _Unshard.apply(reduced, list(slots), raw, mesh, reduce, token)  # type: ignore[no-untyped-call]
     run_when_ready(found[0])
-    if len(found) == len(raw):
-        return {i: slot.joined([t]) for (i, slot), t in zip(slots.items(), found, strict=True)}
+    if not is_simulated():
+        return dict(zip(slots, found, strict=True))
     rest = iter(found)
-    joined = [slot.joined([next(rest) for _ in some]) for slot, some in zip(listed, raw, strict=True)]
-    return dict(zip(slots, joined, strict=True))
+    return {i: joined([next(rest) for _ in some], mesh) for i, some in zip(slots, raw, strict=True)}
+
+
+def joined(raw: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
+    """The tensor that a module computes with, of what `Slot.raw` returned."""
+    if len(raw) == 1 and (type(raw[0]) is DTensor or not is_simulated()):
+        return raw[0]
+    return PerRank(dict(zip(members_of(mesh), raw, strict=True)))
+
+
+def _joined_grads(grads: Sequence[Tensor | None], mesh: DeviceMesh) -> Tensor | None:
+    """The gradient of such a tensor; a rank without a gradient counts as zero."""
+    given = next((g for g in grads if g is not None), None)
+    if given is None:
+        return None
+    return joined([torch.zeros_like(given) if g is None else g for g in grads], mesh)
 
 
 class _Accumulate(torch.autograd.Function):
-    """`apply(reduced, *stored parameters)`: a token. Its backward waits for the gradients of the parameters.
+    """`apply(reduced, probe, *stored parameters)`: a token. Its backward waits for the gradients of the parameters.
 
     It runs when the rest of the backward pass has run, so that the reductions overlap with it.
     """
 
     @staticmethod
-    def forward(ctx: Any, reduced: dict[int, list[Finish | None]], *params: DTensor) -> Tensor:
-        ctx.reduced, ctx.count = reduced, len(params)
+    def forward(ctx: Any, reduced: dict[int, Finish | None], probe: Tensor, *params: DTensor) -> Tensor:
+        ctx.reduced, ctx.params = reduced, params
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: Tensor | None) -> Any:
-        found = ctx.reduced.pop(current_backward(), None) or [None] * ctx.count
-        return (None, *[None if finish is None else finish() for finish in found])
+        finish, params = ctx.reduced.pop(current_backward(), None), ctx.params
+        if finish is None:
+            return (None,) * (len(params) + 2)
+        grads = finish(params)
+        if accumulates_everywhere():
+            # what autograd would do, without a call of the dispatcher for each parameter
+            left: list[DTensor | None] = [None] * len(params)
+            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                if grad is not None:
+                    if param.grad is None and not is_hooked(param):
+                        param.grad = grad
+                    else:
+                        left[i] = grad
+            grads = left
+        return (None, None, *grads)
 
 
 class _Unshard(torch.autograd.Function):
-    """`apply(reduced, slots, new tensors of each, reduce, token)`: those tensors, to compute with."""
+    """`apply(reduced, indices of slots, new tensors of each, mesh, reduce, token)`: those tensors, to compute with."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        reduced: dict[int, list[Finish | None]],
-        slots: Mapping[int, Slot],
+        reduced: dict[int, Finish | None],
+        slots: list[int],
         raw: Sequence[Sequence[Tensor]],
+        mesh: DeviceMesh,
         reduce: Reduce,
         token: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.reduced, ctx.slots, ctx.reduce = reduced, slots, reduce
+        ctx.reduced, ctx.slots, ctx.mesh, ctx.reduce = reduced, slots, mesh, reduce
         ctx.set_materialize_grads(False)
         ctx.counts = [len(some) for some in raw]
         return tuple([t for some in raw for t in some])
@@ -82,14 +118,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        if len(grads) == len(ctx.counts):
-            pairs = zip(ctx.slots.items(), grads, strict=True)
-            found = {i: None if g is None else slot.joined([g]) for (i, slot), g in pairs}
-        else:
+        if is_simulated():
             rest = iter(grads)
-            found = {
-                i: slot.joined_grads([next(rest) for _ in range(count)])
-                for (i, slot), count in zip(ctx.slots.items(), ctx.counts, strict=True)
-            }
-        ctx.reduced[current_backward()] = ctx.reduce(found)
-        return None, None, None, None, torch.empty(0)
+            grads = tuple(_joined_grads([next(rest) for _ in range(n)], ctx.mesh) for n in ctx.counts)
+        ctx.reduced[current_backward()] = ctx.reduce(ctx.slots, grads)
+        return None, None, None, None, None, torch.empty(0)

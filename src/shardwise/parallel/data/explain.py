@@ -1,17 +1,51 @@
-"""`explain`: the layouts of a data-parallel module, and the bytes that a training step sends."""
+"""`explain`: the layouts of a data-parallel module, and the bytes that a training step sends and holds."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from shardwise.layout import Layout, block_shape
 from shardwise.parallel.data.group import Group
+from shardwise.parallel.data.memory import compute_dtype
 from shardwise.parallel.data.state import State, state_of
 from shardwise.plan import GroupedPlan
 
 __all__ = ["Explanation", "GroupTraffic", "explain"]
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """The bytes of a group's parts, on the rank that has the most.
+
+    Attributes:
+        sent: the stored blocks as they are sent to be gathered.
+        gathered: the gathered blocks.
+        gradients: the unreduced gradients of each bucket.
+        packed: each bucket as it is sent.
+        reduced: the gradients of each bucket after it; an all-reduce leaves them where they were packed.
+        is_in_place: whether it does.
+        is_kept: whether the gathered blocks stay until the backward pass.
+        is_freed: whether they are freed after it.
+    """
+
+    sent: int
+    gathered: int
+    gradients: tuple[int, ...]
+    packed: tuple[int, ...]
+    reduced: tuple[int, ...]
+    is_in_place: bool
+    is_kept: bool
+    is_freed: bool
+
+    @property
+    def arriving(self) -> int:
+        """What a gather holds that is under way."""
+        return self.sent + self.gathered
 
 
 @dataclass(frozen=True)
@@ -26,6 +60,7 @@ class GroupTraffic:
         again: the plan of the gather for the backward pass; None if there is none.
         reduce: the plans that reduce gradients, one for each bucket.
         ranks: the number of ranks of the mesh.
+        memory: what its parts take on the rank that has the most.
     """
 
     name: str
@@ -35,6 +70,7 @@ class GroupTraffic:
     again: GroupedPlan | None
     reduce: tuple[GroupedPlan, ...]
     ranks: int
+    memory: GroupMemory
 
     @property
     def bytes(self) -> int:
@@ -68,6 +104,29 @@ class Explanation:
         """The number of collectives in a step."""
         return sum(g.collectives for g in self.groups)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes that a rank holds at most in a step, beyond stored parameters and activations."""
+        every = [(g.memory, g.again is not None) for g in self.groups]
+        # the first module is the outermost: its own parameters are assumed to be used last
+        forward = [*every[1:], *every[:1]]
+        most = held = 0
+        for (group, _), following in zip(forward, [*forward[1:], None], strict=True):
+            ahead = 0 if following is None else following[0].arriving
+            most = max(most, held + 2 * group.gathered, held + group.gathered + ahead)
+            held += group.gathered if group.is_kept else 0
+        backward = forward[::-1]
+        for (group, is_gathered), following in zip(backward, [*backward[1:], None], strict=True):
+            ahead = 0 if following is None or not following[1] else following[0].arriving
+            again = group.gathered if is_gathered else 0
+            for gradients, packed, reduced in zip(group.gradients, group.packed, group.reduced, strict=True):
+                freed = group.gathered if group.is_kept and group.is_freed else 0
+                extra = packed if group.is_in_place else packed + reduced
+                most = max(most, held + again + gradients + ahead, held - freed + gradients + extra + ahead)
+                held += packed if group.is_in_place else reduced
+            held -= group.gathered if group.is_kept and group.is_freed else 0
+        return most
+
     def __str__(self) -> str:
         lines = []
         for g in self.groups:
@@ -81,11 +140,12 @@ class Explanation:
                 f"  {text}" + (f"   ({count} parameters)" if count > 1 else "") for text, count in g.layouts
             ]
         total = f"total: {self.bytes_per_rank:,.0f} B per rank and step, {self.collectives} collectives"
-        return "\n".join([*lines, total])
+        peak = f"peak: {self.peak_bytes:,} B of memory per rank, beyond stored parameters and activations"
+        return "\n".join([*lines, total, peak])
 
 
 def explain(module: nn.Module) -> Explanation:
-    """The groups of a data-parallel model, their layouts, and what a training step sends, as the plans predict it.
+    """The groups of a data-parallel model, their layouts, and what a training step sends and holds, as the plans predict it.
 
     Args:
         module: the outermost data-parallel module.
@@ -110,6 +170,7 @@ def explain(module: nn.Module) -> Explanation:
       stored [6:dp, 4], computed [6, 4], gradient [6, 4] P(dp,avg) -> [6:dp, 4]
       stored [6:dp], computed [6], gradient [6] P(dp,avg) -> [6:dp]
     total: 120 B per rank and step, 2 collectives
+    peak: 300 B of memory per rank, beyond stored parameters and activations
     """
     states = {id(s): s for m in module.modules() if (s := state_of(m)) is not None}
     found = [(s, group) for s in states.values() for group in s.groups]
@@ -140,7 +201,39 @@ def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
         group.gather_again_plan() if again else None,
         tuple(group.reduction_plans()),
         group.mesh.size(),
+        _memory(group, kept=not reshard),
     )
+
+
+def _memory(group: Group, kept: bool) -> GroupMemory:
+    moved = [s for s in group.slots if s.is_moved] if not group.is_in_place else []
+    compute, wire = group.policy.param_dtype, group.policy.reduce_dtype
+    trained = [
+        [group.slots[i] for i in bucket if group.slots[i].param.requires_grad] for bucket in group.buckets
+    ]
+    dtypes = [[compute_dtype(s, compute) for s in bucket] for bucket in trained]
+
+    def summed(layout: str, cast: torch.dtype | None) -> tuple[int, ...]:
+        return tuple(
+            sum(_size(getattr(s, layout), cast or d) for s, d in zip(slots, some, strict=True))
+            for slots, some in zip(trained, dtypes, strict=True)
+        )
+
+    return GroupMemory(
+        sum(_size(s.stored, compute_dtype(s, compute)) for s in moved),
+        sum(_size(s.computed, compute_dtype(s, compute)) for s in moved),
+        summed("computed", None),
+        summed("computed", wire),
+        summed("stored", wire),
+        not moved,
+        kept,
+        group.reshard_after_backward,
+    )
+
+
+def _size(layout: Layout, dtype: torch.dtype) -> int:
+    """The bytes of the first rank's block, which is never smaller than others."""
+    return math.prod(block_shape(layout, (0,) * len(layout.axes.sizes))) * dtype.itemsize
 
 
 def _gradient(group: Group, i: int) -> str:

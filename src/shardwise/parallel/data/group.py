@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import on_mesh
 from shardwise.layout import block_shape
 from shardwise.parallel.data.agreement import compare_ranks
-from shardwise.parallel.data.connect import Finish, connected_tensors
+from shardwise.parallel.data.connect import Reduce, connected_tensors, joined
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Reduction, buckets_of, reduction_plan
+from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of, reduction_plan
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks
 from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.subclass import mark_parameter
 
 __all__ = ["Group", "forget_interrupted_passes"]
 
@@ -82,7 +85,9 @@ class Group:
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
         self._accumulated: dict[int, Tensor] = {}
-        self._tensors: tuple[tuple[Pass | None, bool], list[Tensor]] | None = None
+        self._tensors: _Tensors | None = None
+        self._registered: list[DTensor] | None = None  # the stored parameters, while the modules have others
+        self._seen: list[DTensor] = []  # the stored parameters of the last call, which were found in order
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
@@ -94,6 +99,7 @@ class Group:
         out = object.__new__(Group)
         memo[id(self)] = out
         vars(out).update(vars(self))
+        vars(out).pop("_homes", None)
         out.slots = [copy.deepcopy(slot, memo) for slot in self.slots]
         out.ahead = {key: [copy.deepcopy(g, memo) for g in groups] for key, groups in self.ahead.items()}
         out._reset()
@@ -159,8 +165,9 @@ class Group:
         if not self.is_pinned:
             if self._recomputes:
                 self._restore()
-            self._tensors = None
-            self.gathered.free()
+            if not self.is_in_place:
+                self._tensors = None
+                self.gathered.free()
 
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
         """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
@@ -202,19 +209,32 @@ class Group:
             self._gather_in_backward()
         elif now is not None:
             self._pass = now
+            now.groups.append(self)
             self.backward_order = now.root.backward_order
             self.gather_in_order(now.root.forward_order, "forward")
         self._register(now)
 
     def _register(self, now: Pass | None) -> None:
-        params = [slot.param for slot in self.slots]
+        params = self._registered or self._params()
         tensors = self._current_tensors(now, params)
+        self._registered = params
         for slot, param, tensor in zip(self.slots, params, tensors, strict=True):
             slot.register(param, tensor)
 
+    def _params(self) -> list[DTensor]:
+        """The stored parameters, as the modules have them."""
+        params = [home[name] for home, name in self._homes]
+        if len(params) != len(self._seen) or not all(map(operator.is_, params, self._seen)):
+            self._seen = params = [slot.param for slot in self.slots]
+        return params
+
+    @cached_property
+    def _homes(self) -> list[tuple[dict[str, Any], str]]:
+        return [slot.homes[0] for slot in self.slots]
+
     def _restore(self) -> None:
         if self._depth == 0 and not self.is_pinned:
-            self._recomputes = False
+            self._recomputes, self._registered = False, None
             for slot in self.slots:
                 slot.restore()
 
@@ -253,30 +273,42 @@ class Group:
         if self._depth == 0:
             self.free()
 
-    def _current_tensors(self, now: Pass | None, params: Sequence[DTensor]) -> list[Tensor]:
-        """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once."""
-        key = (now, torch.is_grad_enabled())
-        is_here = self.is_in_place or self.gathered.are_here
-        stale = self._tensors is None or self._tensors[0] != key or not is_here
-        if stale or self._tensors is None:
-            whole = now is not None and now.on_whole_mesh
+    def _current_tensors(self, now: Pass | None, params: list[DTensor]) -> list[Tensor]:
+        """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once.
+
+        Parameters that are computed with in place have the same tensors in all passes.
+        """
+        grad, whole = torch.is_grad_enabled(), now is not None and now.on_whole_mesh
+        blocks = [p._local_tensor for p in params] if self.is_in_place else []
+        if self.is_in_place:
+            key: _Key = (grad, whole, [p.requires_grad for p in params])
+        else:
+            key = (grad, now)
+        last = self._tensors
+        is_here = self.gathered.are_here or (
+            self.is_in_place and last is not None and all(map(operator.is_, blocks, last.blocks))
+        )
+        if last is None or not is_here or last.key != key:
             # tensors of inference mode could not be used outside of it
-            with torch.inference_mode(False), torch.set_grad_enabled(key[1]):
-                blocks = [p._local_tensor for p in params] if self.is_in_place else self.gather()
-                self._tensors = (key, self._tensors_of(params, blocks, whole))
-        return self._tensors[1]
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                self._tensors = last = _Tensors(
+                    key, self._tensors_of(params, blocks or self.gather(), whole), blocks
+                )
+        return last.tensors
 
     def _tensors_of(self, params: Sequence[DTensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
         out: dict[int, Tensor] = {}
+        reduce: Reduce = _Weak(self)
         for bucket in self.buckets:
             trained = {i: self.slots[i] for i in bucket if params[i].requires_grad}
             if trained and torch.is_grad_enabled():
-                out |= connected_tensors(trained, [params[i] for i in trained], blocks, whole, self.reduce)
-        if len(out) < len(self.slots):
-            for i, slot in enumerate(self.slots):
-                if i not in out:
-                    out[i] = slot.joined(slot.raw(blocks[i], whole))
+                out |= connected_tensors(trained, [params[i] for i in trained], blocks, whole, reduce)
+        for i, slot in enumerate(self.slots):
+            if i not in out:
+                out[i] = joined(slot.raw(blocks[i], whole), self.mesh)
+            if slot.is_plain:
+                mark_parameter(out[i])
         return [out[i] for i in range(len(self.slots))]
 
     # ---- gradients
@@ -293,23 +325,26 @@ class Group:
                 out.append(reduction_plan(slots, dtypes))
         return out
 
-    def reduce(self, grads: dict[int, Tensor | None]) -> list[Finish | None]:
+    def reduce(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
         """Begin to reduce the gradients of some slots, or accumulate them; returns what completes them."""
         backward = current_backward_pass()
         if backward is not None:
             self._take_part(backward)
-        for i, grad in grads.items():
-            if grad is not None:
+        given = {i: g for i, g in zip(slots, grads, strict=True) if g is not None}
+        if not self.sync or self._accumulated:
+            for i, grad in given.items():
                 self._accumulate(i, grad)
+            given = (
+                {i: self._accumulated.pop(i) for i in slots if i in self._accumulated} if self.sync else {}
+            )
         if self.reshard_after_backward:
             self.free()
         if not self.sync:
-            return [None] * len(grads)
-        given = {i: self._accumulated.pop(i) for i in grads if i in self._accumulated}
+            return None
         if self.reduce_unused:
-            given |= {i: self._zero(i) for i in grads if i not in given}
-        found = self._start_reduction(list(grads), given)
-        return [found.get(i) for i in grads]
+            given = {i: given[i] if i in given else self._zero(i) for i in slots}
+        reduced, finish = self._start_reduction(slots, given)
+        return finish if reduced == slots else lambda params: _spread(slots, params, reduced, finish)
 
     def _accumulate(self, i: int, grad: Tensor) -> None:
         before = self._accumulated.get(i)
@@ -327,27 +362,29 @@ class Group:
         block = on_mesh(
             self.mesh, lambda c: torch.zeros(block_shape(slot.computed, c), dtype=dtype, device=device)
         )
-        return slot.joined(slot.raw(block, whole))
+        return joined(slot.raw(block, whole), self.mesh)
 
-    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> dict[int, Finish]:
+    def _start_reduction(self, slots: Sequence[int], given: dict[int, Tensor]) -> tuple[list[int], Finish]:
         """Begin to reduce the gradients of some slots, with the partial sums that are kept of them."""
         if not given and not any(i in slots for i in self.reduction.keeps):
-            return {}
+            return [], lambda params: []
         compare_ranks(self.mesh, f"reduce {len(given)} gradients of {self.label}")
         while len(_reductions) >= self.most_reductions:
             _reductions.pop(0).wait()
-        found, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
+        reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
         if pending is not None and not pending.is_complete:
             _reductions.append(pending)
-        return found
+        return reduced, finish
 
     def reduce_accumulated(self) -> None:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""
         if self.sync and (self._accumulated or (self.reduction.all_reduce and self.reduction.keeps)):
-            given, self._accumulated = self._accumulated, {}
-            for i, finish in self._start_reduction(range(len(self.slots)), given).items():
-                param, grad = self.slots[i].param, finish()
-                param.grad = grad if param.grad is None else param.grad + grad
+            given, self._accumulated = dict(sorted(self._accumulated.items())), {}
+            reduced, finish = self._start_reduction(range(len(self.slots)), given)
+            params = [self.slots[i].param for i in reduced]
+            for param, grad in zip(params, finish(params) if params else (), strict=True):
+                if grad is not None:
+                    param.grad = grad if param.grad is None else param.grad + grad
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
@@ -355,7 +392,7 @@ class Group:
         if self._recomputes:
             self._restore()
         self.gathered.drop_kept()
-        if self.reshard_after_backward and not self.is_pinned:
+        if self.reshard_after_backward and not self.is_pinned and not self.is_in_place:
             self._tensors = None
             self.gathered.drop_all()
 
@@ -368,6 +405,43 @@ class Group:
             self._restore()
             self._tensors = None
             self.gathered.drop_all()
+
+
+_Key = tuple[Any, ...]
+
+
+class _Tensors(NamedTuple):
+    """The tensors that modules compute with, and the blocks of parameters that are computed with in place."""
+
+    key: _Key
+    tensors: list[Tensor]
+    blocks: list[Tensor]
+
+
+class _Weak:
+    """The `reduce` of a group, for graphs that the group itself keeps; results of its modules keep the group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._name = weakref.ref(group), group.label
+
+    def __call__(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"A backward pass reached the parameters of {self._name}, which no longer exists.\n"
+                "  why: The module was deleted between its forward and its backward pass.\n"
+                "  fix: Keep the model until backward() has run."
+            )
+        return group.reduce(slots, grads)
+
+
+def _spread(
+    slots: Sequence[int], params: Sequence[DTensor], reduced: Sequence[int], finish: Finish
+) -> list[DTensor | None]:
+    """The gradients of slots of which only some have one."""
+    stored = dict(zip(slots, params, strict=True))
+    found = dict(zip(reduced, finish([stored[i] for i in reduced]) if reduced else (), strict=True))
+    return [found.get(i) for i in slots]
 
 
 _reductions: list[PendingBlocks] = []

@@ -9,16 +9,16 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from shardwise.parallel.data.group import Group
+from shardwise.parallel.data.passes import GROUPS
 from shardwise.parallel.data.state import STATE, State, groups_in, modules_in, required_state, state_of
-from shardwise.torch_internals.autograd import in_backward
 
 __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "UnshardHandle",
     "make_data_parallel",
+    "mark_recomputed",
     "register_fsdp_forward_method",
-    "watch_recomputation",
 ]
 
 
@@ -221,25 +221,13 @@ def _data_parallel_class(cls: Any, prefix: str) -> Any:
     return meta(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-class _Recompute:
-    """A hook of submodules: activation checkpointing may call them in a backward pass, without their data-parallel module."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if in_backward():
-            self._group.enter_recomputation()
-
-
-def watch_recomputation(modules: Sequence[nn.Module], group: Group) -> None:
-    """Gather a group when its submodules are called in a backward pass."""
-    hook = _Recompute(group)
+def mark_recomputed(modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
+    """Let submodules have the gathered tensors of groups when they are called in a backward pass."""
     for module in modules:
         for child in module.children():
             if state_of(child) is None:  # otherwise its calls gather its own group
-                child.register_forward_pre_hook(hook)
-                watch_recomputation([child], group)
+                vars(child)[GROUPS] = [*vars(child).get(GROUPS, ()), *groups]
+                mark_recomputed([child], groups)
 
 
 def make_data_parallel(module: nn.Module, state: State, prefix: str) -> None:

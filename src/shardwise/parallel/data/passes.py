@@ -12,16 +12,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
-from shardwise.torch_internals.autograd import at_backward_end, current_backward
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from shardwise.torch_internals.autograd import at_backward_end, current_backward, in_backward
 
 __all__ = [
+    "GROUPS",
     "Backward",
+    "BeginBackward",
     "Order",
     "Pass",
     "backward_was_interrupted",
     "current_backward_pass",
     "current_pass",
     "new_pass",
+    "watch_recomputation",
 ]
 
 G = TypeVar("G")
@@ -75,10 +81,17 @@ class Order(Generic[G]):
 
 
 class Pass:
-    """One outermost call: the state of its module, and whether its data are DTensors on the whole mesh."""
+    """One outermost call.
+
+    Attributes:
+        root: the state of its module.
+        on_whole_mesh: whether its data are DTensors on the whole mesh.
+        groups: those that were entered.
+    """
 
     def __init__(self, root: Any, on_whole_mesh: bool) -> None:
         self.root, self.on_whole_mesh = root, on_whole_mesh
+        self.groups: list[Any] = []
 
 
 _current: ContextVar[Pass | None] = ContextVar("shardwise_data_parallel_pass", default=None)
@@ -90,11 +103,11 @@ def current_pass() -> Pass | None:
 
 
 @contextmanager
-def new_pass(root: Any, on_whole_mesh: bool) -> Iterator[Pass]:
+def new_pass(now: Pass) -> Iterator[None]:
     """Run the outermost call of a data-parallel module."""
-    token = _current.set(Pass(root, on_whole_mesh))
+    token = _current.set(now)
     try:
-        yield _current.get()  # type: ignore[misc]
+        yield
     finally:
         _current.reset(token)
 
@@ -144,4 +157,44 @@ def backward_was_interrupted() -> bool:
     if not _backwards or current_backward() != -1:
         return False
     _backwards.clear()
+    _stop_watching()
     return True
+
+
+GROUPS = "_shardwise_recomputed_groups"
+"""The attribute of a module with the groups whose gathered tensors it needs when it is called in a backward pass."""
+_watching: list[Any] = []
+
+
+class BeginBackward:
+    """A hook of the results of a pass: the backward pass begins. The graph keeps the groups by it, which it refers to weakly."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self._groups = groups
+
+    def __call__(self, grad: Tensor) -> None:
+        backward = current_backward_pass()
+        if backward is not None and not _watching:
+            watch_recomputation()
+            backward.at_end(_stop_watching, _stop_watching)
+
+
+def watch_recomputation() -> None:
+    """Let modules that are called in a backward pass have gathered tensors, until it ends.
+
+    Activation checkpointing calls them, without their data-parallel module.
+    """
+    if not _watching:
+        _watching.append(register_module_forward_pre_hook(_before_forward))
+
+
+def _stop_watching() -> None:
+    while _watching:
+        _watching.pop().remove()
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    groups = vars(module).get(GROUPS)
+    if groups and in_backward():
+        for group in groups:
+            group.enter_recomputation()

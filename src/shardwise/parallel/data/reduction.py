@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import per_rank
+from shardwise.comm import PerRank, per_rank
 from shardwise.layout import Layout
 from shardwise.parallel.data.layouts import lifted
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
+from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["Reduction", "buckets_of", "reduction_plan"]
+Finish = Callable[[Sequence[DTensor]], Sequence[DTensor | None]]
+"""Waits for gradients that are being reduced, and returns them, given the stored parameters."""
+
+__all__ = ["Finish", "Reduction", "buckets_of", "reduction_plan"]
 
 
 def reduction_plan(slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> GroupedPlan:
@@ -48,6 +52,7 @@ class Reduction:
         self.divisor: float | None = None
         self.all_reduce = True
         self.hook: Callable[[Tensor], None] | None = None
+        self._items: dict[tuple[object, ...], tuple[Item, ...]] = {}
         self._kept: dict[int, _Gradient] = {}  # partial sums over the axes that split parameters
 
     def forget(self) -> None:
@@ -61,33 +66,56 @@ class Reduction:
 
     def start(
         self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
-    ) -> tuple[dict[int, Callable[[], DTensor]], PendingBlocks | None]:
-        """Begin to reduce gradients; returns what completes those of the stored parameters."""
-        # in the order of the slots, which is the same on all ranks
-        given = {i: self._gradient(slots[i], g) for i, g in sorted(grads.items())}
+    ) -> tuple[list[int], Finish, PendingBlocks | None]:
+        """Begin to reduce gradients; returns the slots that will have one, and what completes those of the stored parameters.
+
+        The order of `grads` must be the same on all ranks.
+        """
         mesh = next(iter(slots.values())).mesh
         kept = {i: self._kept.pop(i) for i in slots if i in self._kept}
-        if not self.all_reduce or kept:
-            given = self._scattered(slots, given, kept, mesh)
-            if not self.all_reduce:
-                self._kept |= given
-                return {}, None
-        plan = plan_redistribute_many(
-            Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items()
-        )
-        pending = start_moving_blocks(plan, [g.block for g in given.values()], mesh)
+        items = None if kept or not self.all_reduce else self._usual_items(slots, grads)
+        if items is not None:
+            order, blocks = list(grads), list(grads.values())
+        else:
+            given = {i: self._gradient(slots[i], g) for i, g in grads.items()}
+            if not self.all_reduce or kept:
+                given = self._scattered(slots, given, kept, mesh)
+                if not self.all_reduce:
+                    self._kept |= given
+                    return [], lambda params: [], None
+            items = tuple(Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items())
+            order, blocks = list(given), [g.block for g in given.values()]
+        pending = start_moving_blocks(plan_redistribute_many(items), blocks, mesh)
         if self.hook is not None:
             pending = _hooked(pending, self.hook, self.divisor)
-        return {i: self._finish(slots[i], pending, n) for n, i in enumerate(given)}, pending
+        return order, self._finish([slots[i] for i in order], pending), pending
+
+    def _usual_items(self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]) -> tuple[Item, ...] | None:
+        """The moves of gradients that are plain tensors of one dtype; None for others."""
+        dtypes = {g.dtype for g in grads.values()}
+        if len(dtypes) != 1 or {type(g) for g in grads.values()} - {Tensor, PerRank}:
+            return None
+        dtype = self.reduce_dtype or dtypes.pop()  # they are cast when they are packed
+        key = (*grads, dtype, self._op)
+        found = self._items.get(key)
+        if found is None:
+            found = self._items[key] = tuple(
+                Item(slots[i].pending_gradient(slots[i].computed, self._op), slots[i].stored, dtype)
+                for i in grads
+            )
+        return found
+
+    @property
+    def _op(self) -> str:
+        return "avg" if self.divisor is None else "sum"
 
     def _gradient(self, slot: Slot, grad: Tensor) -> _Gradient:
         """The block of a gradient in the dtype to reduce in, and its layout on the group's mesh."""
-        op = "avg" if self.divisor is None else "sum"
         layout, block = slot.computed, grad
         if isinstance(grad, DTensor):
             layout, block = lifted(grad.sharding, grad.device_mesh, slot.mesh), grad._local_tensor
         if not isinstance(grad, DTensor) or grad.device_mesh != slot.layout.mesh:
-            layout = slot.pending_gradient(layout, op)  # each rank computed it from its own data
+            layout = slot.pending_gradient(layout, self._op)  # each rank computed it from its own data
         dtype = self.reduce_dtype or block.dtype
         return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
 
@@ -116,17 +144,21 @@ class Reduction:
                 out[i] = kept
         return dict(sorted(out.items()))
 
-    def _finish(self, slot: Slot, pending: PendingBlocks, n: int) -> Callable[[], DTensor]:
-        """What completes the reduced gradient of the stored parameter."""
-        param, divisor = slot.param, None if self.hook is not None else self.divisor
+    def _finish(self, slots: Sequence[Slot], pending: PendingBlocks) -> Finish:
+        """What completes the reduced gradients of stored parameters."""
+        divisor = None if self.hook is not None else self.divisor
 
-        def finish() -> DTensor:
-            block = pending.wait()[n]
-            block = block if divisor is None else block / divisor
-            target = param._local_tensor
-            if block.dtype is not target.dtype or block.device != target.device:
-                block = block.to(device=target.device, dtype=target.dtype)
-            return DTensor(block, slot.stored_spec(target.dtype))
+        def finish(params: Sequence[DTensor]) -> list[DTensor]:
+            blocks: Sequence[Tensor] = pending.wait()
+            if divisor is not None:
+                blocks = [block / divisor for block in blocks]
+            device = params[0]._local_tensor.device  # that of all parameters of the group
+            specs = [slot.stored_spec(p.dtype) for slot, p in zip(slots, params, strict=True)]
+            if blocks[0].device != device or any(
+                b.dtype is not s.dtype for b, s in zip(blocks, specs, strict=True)
+            ):
+                blocks = [b.to(device=device, dtype=s.dtype) for b, s in zip(blocks, specs, strict=True)]
+            return [new_dtensor(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
 
         return finish
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, is_simulated, members_of
+from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import ParameterLayout, lifted
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.modules import own_parameters, set_parameter
-from shardwise.torch_internals.subclass import mark_parameter, version
+from shardwise.torch_internals.subclass import version
 
 __all__ = ["Slot"]
 
@@ -26,6 +26,7 @@ class Slot:
     Attributes:
         name: its name in the module that was sharded.
         places: the modules that have it, each with its name there; several for tied parameters.
+        is_plain: whether those modules know their parameters by these names only.
         layout: how it is stored and computed with.
         mesh: the mesh of the group's collectives, which has the axes of all its parameters.
         stored, computed: the layouts on that mesh.
@@ -40,7 +41,7 @@ class Slot:
         self._stride = contiguous_stride(layout.stored.shape)
         self._stored: DTensor | None = None  # while the modules have the gathered tensor
         # other modules, such as nn.LSTM, keep further references to their parameters
-        self._is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
+        self.is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
         self._specs: dict[torch.dtype, Spec] = {}
         self.use_mesh(layout.mesh)
 
@@ -83,13 +84,18 @@ class Slot:
         out.compute_dtype = self.compute_dtype
         return out
 
+    @cached_property
+    def homes(self) -> list[tuple[dict[str, Any], str]]:
+        """The parameters of the modules that have it, each with its name there."""
+        return [(own_parameters(module), name) for module, name in self.places]
+
     @property
     def param(self) -> DTensor:
         """The stored parameter, as the modules have it between calls."""
         if self._stored is not None:
             return self._stored
-        module, name = self.places[0]
-        found: Any = own_parameters(module)[name]
+        params, name = self.homes[0]
+        found: Any = params[name]
         if not isinstance(found, DTensor) or found._spec.layout is not self.layout.stored:
             what = f"a {found.sharding}" if isinstance(found, DTensor) else f"a {type(found).__name__}"
             raise RuntimeError(
@@ -114,24 +120,21 @@ class Slot:
     def register(self, stored: DTensor, tensor: Tensor) -> None:
         """Let the modules have a gathered tensor instead of the stored parameter."""
         self._stored = stored
-        if self._is_plain:
-            mark_parameter(tensor)
-            for module, name in self.places:
-                own_parameters(module)[name] = tensor
-        else:
-            for module, name in self.places:
-                set_parameter(module, name, tensor)
+        self._set(tensor)
 
     def restore(self) -> None:
         """Let the modules have the stored parameter again."""
         if self._stored is not None:
             stored, self._stored = self._stored, None
-            if self._is_plain:
-                for module, name in self.places:
-                    own_parameters(module)[name] = stored
-            else:
-                for module, name in self.places:
-                    set_parameter(module, name, stored)
+            self._set(stored)
+
+    def _set(self, tensor: Tensor) -> None:
+        if self.is_plain:
+            for params, name in self.homes:
+                params[name] = tensor
+        else:
+            for module, name in self.places:
+                set_parameter(module, name, tensor)
 
     def target(self, on_whole_mesh: bool) -> tuple[DeviceMesh, Layout] | None:
         """The mesh and layout of the tensor in computations; None for a plain tensor."""
@@ -147,16 +150,3 @@ class Slot:
             shape = torch.Size(layout.shape)
             return [DTensor(block, Spec(mesh, layout, block.dtype, shape, self._stride))]
         return [b.detach() for b in block.ranks] if isinstance(block, PerRank) else [block.detach()]
-
-    def joined(self, raw: Sequence[Tensor]) -> Tensor:
-        """The tensor that the module computes with, of what `raw` returned."""
-        if len(raw) == 1 and (type(raw[0]) is DTensor or not is_simulated()):
-            return raw[0]
-        return PerRank(dict(zip(members_of(self.mesh), raw, strict=True)))
-
-    def joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of the tensor, of those of what `raw` returned; a rank without a gradient counts as zero."""
-        given = next((g for g in grads if g is not None), None)
-        if given is None:
-            return None
-        return self.joined([torch.zeros_like(given) if g is None else g for g in grads])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import axes_of
+from shardwise.comm import PerRank, axes_of
 from shardwise.parallel.data.group import Group, forget_interrupted_passes
-from shardwise.parallel.data.passes import Order, backward_was_interrupted, current_pass, new_pass
+from shardwise.parallel.data.passes import (
+    BeginBackward,
+    Order,
+    Pass,
+    backward_was_interrupted,
+    current_pass,
+    new_pass,
+    watch_recomputation,
+)
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
 from shardwise.tensor.dtensor import DTensor
@@ -43,28 +51,36 @@ class State:
         self.forward_order: Order[Group] = Order()
         self.backward_order: Order[Group] = Order()
 
-    @contextmanager
-    def _pass(self, args: Any) -> Iterator[None]:
-        """A new pass if this is the outermost call."""
-        if current_pass() is not None:
-            yield
-            return
+    def _outermost_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of a method in a new pass."""
         backward = in_backward()
         if backward_was_interrupted():
             forget_interrupted_passes()
-        with ExitStack() as stack:
-            stack.enter_context(new_pass(self, self._is_on_whole_mesh(args)))
-            if (
-                not backward
-            ):  # otherwise activation checkpointing runs the forward pass again, with hooks of its own
-                self.forward_order.start()
-                stack.callback(self.forward_order.drop_unused)
-                if self.packs and torch.is_grad_enabled():
-                    stack.enter_context(packing())
-            yield
+        now = Pass(self, self._is_on_whole_mesh((args, kwargs)))
+        with new_pass(now):
+            if backward:  # activation checkpointing runs the forward pass again, with hooks of its own
+                return self._call(fn, args, kwargs)
+            self.forward_order.start()
+            grad = torch.is_grad_enabled()
+            try:
+                with packing() if self.packs and grad else nullcontext():
+                    out = self._call(fn, args, kwargs)
+            finally:
+                self.forward_order.drop_unused()
+            if grad:
+                begin = BeginBackward(now.groups)
+                results = _differentiable(out)
+                for t in results:
+                    t.register_hook(begin)
+                if not results:  # they may be in an object of another kind
+                    watch_recomputation()
+            return out
 
-    def _is_on_whole_mesh(self, args: Any) -> bool:
+    def _is_on_whole_mesh(self, args: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
         """Whether the arguments are DTensors on a mesh that has the data axes, rather than each rank's own data."""
+        positional, named = args
+        if not named and all(type(x) is Tensor for x in positional):
+            return False
         leaves, _ = flatten(args)
         given = [axes_of(t.device_mesh).names for t in leaves if isinstance(t, DTensor)]
         if not given:
@@ -77,23 +93,27 @@ class State:
         """Call a method of the module with gathered parameters."""
         if not self._is_materialized:
             self._check_materialized((args, kwargs))
+        if current_pass() is None:
+            return self._outermost_call(fn, args, kwargs)
+        return self._call(fn, args, kwargs)
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered: list[Group] = []
-        with self._pass((args, kwargs)):
-            try:
-                for group in self.groups:
-                    group.enter()
-                    entered.append(group)
-                if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-                    args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
-                out = fn(*args, **kwargs)
-            except BaseException:
-                self._left = 0
-                for group in entered:
-                    group.leave(free=True)
-                raise
-            frees = self._frees()
+        try:
+            for group in self.groups:
+                group.enter()
+                entered.append(group)
+            if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+                args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+            out = fn(*args, **kwargs)
+        except BaseException:
+            self._left = 0
             for group in entered:
-                group.leave(free=frees)
+                group.leave(free=True)
+            raise
+        frees = self._frees()
+        for group in entered:
+            group.leave(free=frees)
         return out if self.policy.output_dtype is None else _cast(out, self.policy.output_dtype)
 
     def _check_materialized(self, args: Any) -> None:
@@ -124,6 +144,13 @@ class State:
         is_root = now is not None and now.root is self
         reshard = not is_root if self.reshard is None else self.reshard
         return reshard and self._left == 0
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that have a graph, those of each rank in a simulation."""
+    leaves = [tree] if type(tree) is Tensor else flatten(tree)[0]
+    plain = [t for x in leaves for t in (x.ranks if isinstance(x, PerRank) else (x,))]
+    return [t for t in plain if isinstance(t, Tensor) and t.grad_fn is not None]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
