@@ -42,7 +42,9 @@ class Entry(NamedTuple):
 _BY_VALUE = frozenset(
     {"int", "SymInt", "bool", "float", "str", "ScalarType", "MemoryFormat", "Device", "Layout"}
 )
-_FEW_VALUES = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory"})  # int or bool in schemas
+_FEW_VALUES = frozenset(
+    {"memory_format", "dtype", "layout", "device", "pin_memory"}
+)  # int or bool in schemas
 
 
 def new_entry(func: Any) -> Entry:
