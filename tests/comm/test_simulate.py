@@ -20,6 +20,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import shardwise as sw
 from shardwise import (
@@ -526,3 +527,22 @@ def test_collectives_of_the_user_run_on_all_groups_along_a_mesh_axis():
         t = sw.per_rank(lambda rank: torch.tensor([10.0**rank]))
         torch.distributed.all_reduce(t, group=torch.distributed.new_group([0, 2]))
         assert [b.item() for b in t.ranks] == [101, 10, 101, 1000]
+
+
+def test_collectives_in_which_each_rank_has_another_role_are_refused_with_the_reason():
+    with sw.simulate(2):
+        group = sw.init_device_mesh("cpu", (2,)).get_group(0)
+        t = sw.per_rank(lambda rank: torch.tensor([10.0**rank] * 2))
+        plain = [torch.empty(2), torch.empty(2)]
+        error = r"[^|]*\n  why: [^|]*\n  fix: "
+        with pytest.raises(RuntimeError, match=r"as its output" + error):
+            dist.gather(t, plain)
+        with pytest.raises(RuntimeError, match=r"got plain tensors" + error):
+            dist.reduce_scatter(plain[0], [t, t])
+        with pytest.raises(RuntimeError, match=r"split sizes \[0, 2\]" + error):
+            dist.all_to_all_single(torch.empty_like(t), t, [0, 2], [0, 2], group)
+        with pytest.raises(RuntimeError, match=r"split sizes" + error):
+            funcol.permute_tensor(t, [1, 0], group)
+        parts = [torch.empty_like(t) for _ in range(2)]
+        dist.gather(t, parts, dst=1)
+        assert [p.ranks[1][0].item() for p in parts] == [1, 10]

@@ -210,6 +210,154 @@ def broadcast_from_a_rank(x, env):
     return x + y
 
 
+def gather_into_one(x, env):
+    y = x.detach().contiguous()
+    whole = y.new_empty(N * env.size, N)
+    work = dist.all_gather_into_tensor(whole, y, group=env.group, async_op=env.rng.random() < 0.5)
+    if work is not None:
+        work.wait()
+    return x * whole.unflatten(0, (env.size, N)).sum(0).tanh()
+
+
+def reduce_and_scatter(x, env):
+    y = (x * env.values()).detach().contiguous()
+    part = y.new_empty(N // env.size, N)
+    if env.rng.random() < 0.5:
+        dist.reduce_scatter_tensor(part, y, group=env.group)
+    else:
+        dist.reduce_scatter(part, list(y.chunk(env.size)), group=env.group)
+    return x + torch.cat([part * (i + 1) for i in range(env.size)]).tanh()
+
+
+def all_to_all_in_place(x, env):
+    y = x.detach().contiguous()
+    out = torch.empty_like(y)
+    if env.rng.random() < 0.5:
+        dist.all_to_all_single(out, y, group=env.group)
+    else:
+        parts = [torch.empty_like(c) for c in y.chunk(env.size)]
+        dist.all_to_all(parts, list(y.chunk(env.size)), group=env.group)
+        out = torch.cat(parts)
+    return x * out
+
+
+def to_one_rank(x, env):
+    """A reduction to one rank, whose result is sent to all."""
+    y, source = x.detach().clone(), env.rng.randrange(env.size)
+    dist.reduce(y, group_dst=source, group=env.group)
+    dist.broadcast(y, group_src=source, group=env.group)
+    return x + y.tanh()
+
+
+def waits_for_others(x, env):
+    dist.barrier(group=env.group)
+    return x * 2
+
+
+def several_asynchronous(x, env):
+    tensors = [x.detach().clone() * (i + 1) for i in range(3)]
+    works = [dist.all_reduce(t, group=env.group, async_op=True) for t in tensors]
+    for work in reversed(works):
+        work.wait()
+    return x + sum(tensors).tanh()
+
+
+def gathered_objects(x, env):
+    found = [None] * env.size
+    dist.all_gather_object(found, {"rows": x.shape[0], "n": env.seed}, group=env.group)
+    return x * sum(f["rows"] for f in found) / N
+
+
+def functional_with_gradients(x, env):
+    """The functional collectives that have a gradient of their own."""
+    y = x * env.values()
+    match env.rng.randrange(4):
+        case 0:
+            whole = funcol.all_gather_tensor_autograd(y.contiguous(), 0, env.group)
+            return whole.unflatten(0, (env.size, N)).sum(0).tanh()
+        case 1:
+            part = funcol.reduce_scatter_tensor_autograd(y.contiguous(), "sum", 0, env.group)
+            return torch.cat([part * (i + 1) for i in range(env.size)]).tanh()
+        case 2:
+            return funcol.all_to_all_single_autograd(y.contiguous(), None, None, env.group) * env.values()
+        case _:
+            return sum(funcol.all_reduce_coalesced([y, y * 2], "sum", env.group)).tanh() * x
+
+
+class ReduceBothWays(torch.autograd.Function):
+    """Sums over the group in both passes, by a functional and by an asynchronous collective."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ctx.save_for_backward(x)
+        return funcol.all_reduce(x, "sum", group).wait().tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        total = (grad * x.cos()).contiguous()
+        work = dist.all_reduce(total, group=ctx.group, async_op=True)
+        scattered = funcol.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group)
+        work.wait()
+        return total + scattered.sum(), None
+
+
+def reduce_both_ways(x, env):
+    return ReduceBothWays.apply(x * env.values(), env.group)
+
+
+def hook_gathers(x, env):
+    """A hook that gathers the gradients of all ranks and takes their mean, waiting at the end of the hook."""
+    y = x * env.values()
+
+    def mean(grad):
+        whole = grad.new_empty(N * env.size, N)
+        dist.all_gather_into_tensor(whole, grad.contiguous(), group=env.group)
+        dist.barrier(group=env.group)
+        return whole.unflatten(0, (env.size, N)).mean(0)
+
+    y.register_hook(mean)
+    return y.sin()
+
+
+def bucket_of_gradients(x, env):
+    """What a data-parallel wrapper does: gradients of two parameters in one buffer, reduced when the last is there."""
+    a, b = env.plain_parameter(), env.plain_parameter()
+    group, size, ready = env.group, env.size, []
+
+    def reduce(p):
+        ready.append(p)
+        if len(ready) == 2:
+            flat = torch.cat([q.grad.flatten() for q in ready])
+            dist.all_reduce(flat, group=group)
+            for q, part in zip(ready, flat.split(N * N), strict=True):
+                q.grad.copy_(part.view(N, N) / size)
+            ready.clear()
+
+    for p in (a, b):
+        p.register_post_accumulate_grad_hook(reduce)
+    return (x @ a).tanh() * b
+
+
+def halves_of_a_parameter(x, env):
+    """ZeRO by hand: each rank steps on its rows, and all gather them."""
+    w = env.plain_parameter()
+    group, size = env.group, env.size
+
+    def step(p):
+        part = p.new_empty(N // size, N)
+        dist.reduce_scatter_tensor(part, p.grad.contiguous(), group=group)
+        new = p.new_empty(N, N)
+        dist.all_gather_into_tensor(new, part, group=group)
+        with torch.no_grad():
+            p.sub_(new, alpha=0.1)
+        p.grad = None
+
+    w.register_post_accumulate_grad_hook(step)
+    return (x * w).sin()
+
+
 def plain_all_reduce(x, env):
     count = torch.ones((), dtype=torch.float64)
     dist.all_reduce(count, group=env.group)
@@ -314,7 +462,9 @@ STEPS = [
     functional_all_gather, functional_reduce_scatter, functional_all_to_all, functional_broadcast,
     all_reduce_in_place, all_reduce_with_graph, all_gather_list, broadcast_from_a_rank, plain_all_reduce, hook_scales,
     hook_reduces, hook_counts, removed_hook, retained_gradient, module_with_hooks, checkpointed, as_dtensor,
-    pending_dtensor, parameter, gradient_inside,
+    pending_dtensor, parameter, gradient_inside, gather_into_one, reduce_and_scatter, all_to_all_in_place, to_one_rank,
+    waits_for_others, several_asynchronous, gathered_objects, functional_with_gradients, reduce_both_ways, hook_gathers,
+    bucket_of_gradients, halves_of_a_parameter,
 ]  # fmt: skip
 
 
@@ -340,10 +490,15 @@ class Environment:
     def watch(self, read: Any) -> None:
         self.watched.append(read)
 
-    def parameter(self) -> Any:
-        """A new parameter; some have hooks that reduce or apply the gradient."""
+    def plain_parameter(self) -> Any:
+        """A new parameter without hooks."""
         w = nn.Parameter(self.values() / N)
         self.parameters.append(w)
+        return w
+
+    def parameter(self) -> Any:
+        """A new parameter; some have hooks that reduce or apply the gradient."""
+        w = self.plain_parameter()
         group, size = self.group, self.size
         match self.rng.randrange(5):
             case 0:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ def prepared(module: str) -> Iterator[Run]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
+        start_new_session=True,
     )
     assert server.stdin is not None
     assert server.stdout is not None
@@ -63,9 +65,9 @@ def prepared(module: str) -> Iterator[Run]:
         yield run
     finally:
         requests.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # the session of the server: forks that remain
+        server.wait()
         answers.close()

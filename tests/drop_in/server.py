@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
@@ -16,9 +17,12 @@ import traceback
 from importlib import import_module
 from typing import Any
 
+SECONDS = float(os.environ.get("SHARDWISE_FORK_SECONDS", "60"))
+
 
 def _rank(job: dict[str, Any], rank: int, store: str, out: int) -> None:
     """Run the function of a job as one rank, and write what it returns or the error."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)  # a rank that hangs shows where, and ends
     try:
         import torch
 

@@ -88,3 +88,20 @@ def test_clipping_by_norm_is_one_collective_and_equals_that_of_one_device():
         torch.testing.assert_close(found.full_tensor().ranks[1], expected)
         for p, q in zip(plain, params, strict=True):
             torch.testing.assert_close(q.grad.full_tensor().ranks[0], p.grad)
+
+
+def test_clipping_by_default_over_tensors_on_a_mesh_and_on_parts_of_it():
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        placed = [((8, 4), mesh, [sw.Shard(0), sw.Shard(1)]), ((6,), mesh["dp"], [sw.Shard(0)])]
+        for foreach in (None, True, False):
+            grads = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape, _, _ in placed]
+            dense = [torch.zeros_like(g) for g in grads]
+            split = [sw.zeros(shape, device_mesh=m, placements=p) for shape, m, p in placed]
+            for d, s, g, (_, m, p) in zip(dense, split, grads, placed, strict=True):
+                d.grad, s.grad = g.clone(), sw.distribute_tensor(g, m, p)
+            want = torch.nn.utils.clip_grad_norm_(dense, 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(split, 1.0, foreach=foreach)
+            torch.testing.assert_close(norm.full_tensor(), want)
+            for d, s in zip(dense, split, strict=True):
+                torch.testing.assert_close(s.grad.full_tensor(), d.grad)

@@ -296,6 +296,113 @@ PROGRAMS_OF_THE_ISSUE |= {
         i.add_(3)""",
 }  # fmt: skip
 PROGRAMS_OF_THE_ISSUE |= {
+    "hooks of a tensor that changed its shape see the gradients of its views": """
+        x = make((4, 3), L, grad=True)
+        y = x * 2
+        z, v = y * 3, y[0]
+        a = v * 2
+        y.t_()
+        b = y * 2
+        y.register_hook(lambda g: g * torch.ones_like(g).cumsum(1))
+        w = y[1]
+        c = (v * v).sum() + (w * w).sum()
+        (c + b.sum() + z.sum() + a.sum()).backward(retain_graph=True)
+        check()
+        y.mul_(2)
+        (y.sum() + (v * v).sum() + w.sum()).backward(retain_graph=True)
+        check()
+        y.unsqueeze_(0)
+        g = torch.autograd.grad((y * y).sum() + (v * v).sum(), x, create_graph=True)[0]
+        g.pow(2).sum().backward()""",
+    "in-place ops that inference mode passes on whole": """
+        x = make((4, 4), L, "int64")
+        with torch.inference_mode(): x &= 3
+        with torch.inference_mode(): x <<= 1
+        with torch.inference_mode(): y = x + 1
+        x |= 3
+        y &= 3""",
+    "integrals of empty tensors": """
+        x = make((4, 0), L)
+        y, z = torch.trapezoid(x, dim=1) + 1, torch.trapz(x, dim=0)""",
+    "detach_ with live views": """
+        x = make((4, 4), L, grad=True)
+        y = x * 1
+        v, w = y[0], y[:, 1]
+        y.detach_()
+        z = v * 2
+        y.add_(1)
+        check()
+        (w * w).sum().backward()
+        (z * z).sum().backward()
+        check()
+        y.requires_grad_()
+        (y * y).sum().backward()""",
+    "detach_ after t_": """
+        x = make((4, 4), L, grad=True)
+        y = x * 1
+        v, w = y[0], y[:, 1]
+        y.t_()
+        y.detach_()
+        u = y[1]
+        y.add_(1)
+        check()
+        (w * w).sum().backward()
+        u.add_(1)
+        v.detach().add_(1)""",
+    "requires_grad = True after t_": """
+        x = make((4, 4), L)
+        v = x[1]
+        x.t_()
+        x.detach_()
+        x.add_(1)
+        v.add_(1)
+        x.requires_grad = True
+        (x * x).sum().backward()""",
+    "writes to the data of an inference tensor": """
+        with torch.inference_mode(): x = make((4, 4), L)
+        with torch.inference_mode(): v = x[1]
+        d, f = x.data, v.data
+        d.mul_(2)
+        f.add_(1)
+        check()
+        u, e = d[1], d * 2
+        e.add_(1)
+        with torch.inference_mode(): d[1].mul_(3)
+        check()
+        d.t_()
+        torch._foreach_add_([d, f], 1.0)
+        z, s, g = deepcopy(d), saved([d])[0], d.detach()""",
+    "foreach ops refuse one tensor": """
+        x, y = make((4, 4), L), make((4, 4), L)
+        e = y[:1].expand(4, 4)
+        torch._foreach_add_([x, e, y], 1.0)
+        check()
+        with torch.inference_mode(): z = make((4, 4), L)
+        torch._foreach_add_([z, x, y], 1.0)""",
+    "expanded tensors are written to": """
+        x, y = make((4, 4), L), make((4, 4), L, seed=1)
+        e = x[:1].expand(4, 4)
+        e.masked_fill_(y > 0, 1.0)
+        check()
+        e.triu_()
+        check()
+        e.index_fill_(0, make((2,), R, "int64").abs() % 2, 2.0)
+        e.resize_as_(y)
+        e.fill_(3)""",
+} | {
+    f"an expanded tensor: {line}": f"x, y = make((4, 4), L), make((4, 4), L, seed=1)\n e, n = x[:1].expand(4, 4), torch._neg_view(x[:1]).expand(4, 4)\n {line}"
+    for line in (
+        "e.add_(1)", "e.copy_(y)", "e.cumsum_(0)", "e.uniform_()", "e.addmm_(y, y)", "n.fill_(1)", "n.copy_(y)", "n.mul_(2)",
+        "torch.add(y, 1, out=e)", "torch._foreach_sqrt_([e])", "e.scatter_(0, y.long() * 0, y)",
+    )
+} | {
+    f"an empty tensor: {line}": f"x, y = make((0, 4), L), make((4, 0), L)\n i = make((2,), R, 'int64').abs() + 9\n z = {line}"
+    for line in (
+        "x.index_fill(1, i, 1.0)", "y.index_fill(0, i, 1.0)", "x.index_add(0, i, make((2, 4), R))", "x[i]", "y[i]", "y.take(i)",
+        "y.index_copy(0, i, make((2, 0), R))", "y.index_select(0, i)", "y.index_put_((i,), make((), R))", "x.index_select(0, i)",
+    )
+}  # fmt: skip
+PROGRAMS_OF_THE_ISSUE |= {
     f"overlap: {line}": f"x = make((4, 4), L)\n i = make((4, 4), L, 'int64').abs() % 4\n {line}"
     for line in (
         "x.scatter_(0, i, x)", "x.scatter_add_(0, i, x)", "i.scatter_(0, i, 1)", "i.index_fill_(0, i[0], 3)",

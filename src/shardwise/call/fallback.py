@@ -32,9 +32,22 @@ _UNTAGGED = ("aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet
 
 
 def run_on_full(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any] | None = None,
+    *,
+    repeated: bool = False,
 ) -> Any:
-    """Gather the operands, run the op (or `run` in its place) on the full tensors, and write back what it wrote."""
+    """Gather the operands, run the op (or `run` in its place) on the full tensors, and write back what it wrote.
+
+    Args:
+        func: the op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        run: what to run instead of the op.
+        repeated: the op writes to an expanded tensor, whose full tensor must be expanded as well.
+    """
     call = OpCall(func, args, kwargs)
     plans = call.replication_plans
     with communication(func, plans):
@@ -43,6 +56,9 @@ def run_on_full(
         for t in call.tensors:
             if isinstance(t, DTensor) and id(t) not in full:
                 full[id(t)] = gather(func, t)
+        for t in call.written if repeated else ():
+            if isinstance(t, DTensor):
+                full[id(t)] = map_ranks(restride, full[id(t)], t._spec.stride)
         for t in call.written if call.simulated else ():
             if not isinstance(t, DTensor):  # each simulated rank writes to its own copy
                 full[id(t)] = spread(t, list(members_of(call.mesh)))

@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
-from shardwise.call.overlap import check_overlap
-from shardwise.call.schema import OpInfo, op_info
+from shardwise.call.overlap import check_overlap, is_repeated, repeated_error
+from shardwise.call.schema import op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
 from shardwise.call.view_mode import mode_of_view
 from shardwise.call.view_scatter import COMPUTED, on_memory, scatter_of
@@ -259,7 +259,7 @@ class MovedView(DTensor):
         written = [t for t in call.written if isinstance(t, MovedView) and t._source is not None]
         if torch.Tag.inplace_view in info.tags:
             written = []  # the shape changes, not the values
-        if written and (lists := _one_at_a_time(info, args)):
+        if written and (lists := info.one_at_a_time(args)):
             # tensors in one list may overlap
             for some in lists:
                 func(*some, **kwargs)
@@ -267,6 +267,8 @@ class MovedView(DTensor):
         if info.written:
             check_overlap(call)
         for t in written:
+            if is_repeated(t) and (t.is_conj() or t.is_neg()):
+                raise repeated_error(func)  # its value is computed, and copied back
             _announce_write(func, t)
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -364,20 +366,6 @@ def _view_of(source: ViewSource, spec: Spec) -> MovedView:
     out = MovedView(source.block, spec)
     out._local_tensor = source
     return out
-
-
-def _one_at_a_time(info: OpInfo, args: tuple[Any, ...]) -> list[list[Any]]:
-    """The arguments of an op over lists for one element after the other; none for other ops."""
-    if not info.arguments[0].type.startswith("List") or len(args[0]) < 2:
-        return []
-    lists = [
-        isinstance(a, list | tuple) or arg.name == "scalars"
-        for a, arg in zip(args, info.arguments, strict=False)
-    ]
-    return [
-        [a[i : i + 1] if many else a for a, many in zip(args, lists, strict=True)]
-        for i in range(len(args[0]))
-    ]
 
 
 def _announce_write(func: Any, view: MovedView) -> None:

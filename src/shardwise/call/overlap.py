@@ -6,6 +6,8 @@ to move or an operand was gathered.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from shardwise.comm import PerRank
 from shardwise.layout import LayoutError, is_dense
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["FORBIDS_ALIAS", "check_overlap"]
+__all__ = ["FORBIDS_ALIAS", "check_overlap", "is_repeated", "repeated_error", "writes_repeated"]
 
 FORBIDS_ALIAS = frozenset(
     "aten::" + name
@@ -29,6 +31,53 @@ FORBIDS_ALIAS = frozenset(
 
 _TAKES_NUMBER = frozenset({"aten::fill_", "aten::masked_fill_", "aten::index_fill_"})
 """Ops that read their zero-dimensional operand before they write."""
+
+
+_FILLS = frozenset({"aten::fill_", "aten::zero_"})
+
+_ALLOWS_REPEATED = frozenset(
+    "aten::" + name
+    for name in "masked_fill_ index_fill_ index_put_ _index_put_impl_ triu_ tril_ fill_diagonal_".split()
+)
+"""In-place ops that may write to an expanded tensor; what they write to one element of it is in all that share its memory."""
+
+
+def is_repeated(x: Tensor) -> bool:
+    """Whether elements of a tensor are one element of memory, as far as torch looks for it: along dims of stride 0.
+
+    >>> is_repeated(torch.ones(1).expand(2)), is_repeated(torch.ones(3).unfold(0, 2, 1))
+    (True, False)
+    """
+    return x.layout is torch.strided and any(
+        n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)
+    ) and x.numel() > 0  # fmt: skip
+
+
+def writes_repeated(call: OpCall) -> bool:
+    """Whether an op writes several values to one element of memory, in a way that torch allows; raise if it does not.
+
+    Filling blocks writes the same value everywhere, and is not meant.
+    """
+    if torch.Tag.inplace_view in call.info.tags:
+        return False
+    target = next((t for t in call.written if is_repeated(t)), None)
+    if target is None:
+        return False
+    if call.info.qualified_name in _FILLS:
+        return isinstance(target, DTensor) and bool(target._spec.layout.partial)
+    if call.info.qualified_name not in _ALLOWS_REPEATED:
+        raise repeated_error(call.func)
+    return True
+
+
+def repeated_error(func: Any) -> Exception:
+    """The error about a write to an expanded tensor."""
+    return LayoutError(
+        f"{func}: unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+        "Please clone() the tensor before performing the operation.",
+        why="The op writes to an expanded tensor.",
+        fix="Write to x.clone().",
+    )
 
 
 def check_overlap(call: OpCall) -> None:

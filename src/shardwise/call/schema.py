@@ -100,6 +100,19 @@ class OpInfo:
         named.update(kwargs)
         return named
 
+    def one_at_a_time(self, args: tuple[Any, ...]) -> list[list[Any]]:
+        """The arguments of an op over lists for one element after the other; none for other ops and single elements."""
+        if not self.arguments[0].type.startswith("List") or len(args[0]) < 2:
+            return []
+        lists = [
+            isinstance(a, list | tuple) or arg.name == "scalars"
+            for a, arg in zip(args, self.arguments, strict=False)
+        ]
+        return [
+            [a[i : i + 1] if many else a for a, many in zip(args, lists, strict=True)]
+            for i in range(len(args[0]))
+        ]
+
     def returned_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument of a call that the op writes to and returns, or None."""
         if self.returned is None:

@@ -20,11 +20,12 @@ def mode_of_view(func: Any, base: Any) -> AbstractContextManager[Any] | None:
 
     Except that a view in another dtype is one if it is created in inference mode.
     """
-    if not isinstance(base, DTensor) or base.is_inference() == torch.is_inference_mode_enabled():
+    if not isinstance(base, DTensor) or func is aten.view.dtype:
         return None
-    if func is aten.view.dtype:
+    is_inference = torch.Tensor.is_inference(base)  # not what `x.data` says of itself
+    if is_inference == torch.is_inference_mode_enabled():
         return None
-    return torch.inference_mode() if base.is_inference() else _outside_inference()
+    return torch.inference_mode() if is_inference else _outside_inference()
 
 
 @contextmanager

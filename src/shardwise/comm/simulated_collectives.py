@@ -85,9 +85,14 @@ def _groups(group: Any, blocks: PerRank) -> list[tuple[int, ...]]:
     return [tuple(dist.get_process_group_ranks(group))]
 
 
+def _on_ranks(x: Any) -> PerRank:
+    """A tensor with a block for each rank; a plain one is the same on all of them."""
+    return x if isinstance(x, PerRank) else spread(x, range(dist.get_world_size()))
+
+
 def _per_group(x: Any, group: Any, fn: Callable[[list[Tensor]], list[Tensor]]) -> PerRank:
     """Apply `fn` to the blocks of each group, which returns one result per rank; ranks in no group keep their blocks."""
-    x = x if isinstance(x, PerRank) else spread(x, range(dist.get_world_size()))
+    x = _on_ranks(x)
     blocks = x.tracked._blocks
     out = dict(blocks)
     for ranks in _groups(group, x):
@@ -171,8 +176,15 @@ def _reduce_scatter(x: PerRank, op: Any, _: int, group: Any) -> PerRank:
     return _per_group(x, group, lambda parts: list(_reduced(parts, _op(op)).chunk(len(parts))))
 
 
-def _all_to_all(x: PerRank, _: Any, send: Any, group: Any) -> PerRank:
+def _all_to_all(x: PerRank, receive: Any, send: Any, group: Any) -> PerRank:
     def run(parts: list[Tensor]) -> list[Tensor]:
+        if len({*(send or ()), *(receive or ())}) > 1:
+            raise RuntimeError(
+                f"all_to_all_single on simulated ranks got split sizes {list(send or ())} to send and {list(receive or ())} to "
+                "receive.\n"
+                "  why: One call stands for those of all ranks, which would all send these sizes, so that none receives them.\n"
+                "  fix: Use equal sizes, or run on real processes with shardwise.launch."
+            )
         sent = [p.split(list(send)) if send else p.chunk(len(parts)) for p in parts]
         return [torch.cat([s[i] for s in sent]) for i in range(len(parts))]
 
@@ -191,12 +203,23 @@ def _copy_into(target: Any, result: PerRank) -> None:
         return
     first, *others = result.ranks
     if not all(same_values(first, other) for other in others):
-        raise RuntimeError(
-            f"A collective in a simulation got a {type(target).__name__} as its output.\n"
-            "  why: Each rank receives another value, so the output must be a PerRank tensor.\n"
-            "  fix: Create it with shardwise.per_rank(lambda rank: torch.empty(…))."
-        )
+        raise _plain_output(target)
     target.data.copy_(first.view(target.shape))
+
+
+def _plain_output(target: Any) -> RuntimeError:
+    return RuntimeError(
+        f"A collective in a simulation got a {type(target).__name__} as its output.\n"
+        "  why: Each rank receives another value, so the output must be a PerRank tensor.\n"
+        "  fix: Create it with shardwise.per_rank(lambda rank: torch.empty(…))."
+    )
+
+
+def _receiver(target: Any) -> dict[int, Tensor]:
+    """The blocks of an output that ranks write different values to."""
+    if not isinstance(target, PerRank):
+        raise _plain_output(target)
+    return target._blocks
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -239,7 +262,7 @@ def _c10d_reduce(tensor: Any, dst: Any, op: Any, group: Any, group_dst: Any) -> 
 
 def _c10d_scatter(tensor: Any, scatter_list: Any, src: Any, group: Any, group_src: Any) -> None:
     at = _index_in_group(src, group, group_src)
-    out = dict(tensor._blocks)
+    out = dict(_receiver(tensor))
     for ranks in _groups(group, tensor):
         for i, r in enumerate(ranks):
             part = scatter_list[i]
@@ -251,21 +274,21 @@ def _c10d_gather(tensor: Any, gather_list: Any, dst: Any, group: Any, group_dst:
     at = _index_in_group(dst, group, group_dst)
     for ranks in _groups(group, tensor):
         for i, r in enumerate(ranks):
-            gather_list[i]._blocks[ranks[at]].copy_(tensor._blocks[r])
+            _receiver(gather_list[i])[ranks[at]].copy_(_on_ranks(tensor)._blocks[r])
 
 
 def _c10d_reduce_scatter(output: Any, input_list: Any, op: Any, group: Any) -> None:
     for i, part in enumerate(input_list):
         whole = _all_reduce(part, op, group)
         for ranks in _groups(group, part):
-            output._blocks[ranks[i]].copy_(whole._blocks[ranks[i]])
+            _receiver(output)[ranks[i]].copy_(whole._blocks[ranks[i]])
 
 
 def _c10d_all_to_all(outputs: Any, inputs: Any, group: Any) -> None:
     for ranks in _groups(group, inputs[0]):
         for i, receiver in enumerate(ranks):
             for j, sender in enumerate(ranks):
-                outputs[j]._blocks[receiver].copy_(inputs[i]._blocks[sender])
+                _receiver(outputs[j])[receiver].copy_(_on_ranks(inputs[i])._blocks[sender])
 
 
 def _c10d_all_gather_single(output: Any, input: Any, group: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.alternatives.alternative import Alternative
 from shardwise.alternatives.registry import propose_alternative
+from shardwise.call.arguments import tensors_in
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
 from shardwise.call.meta import infer_outputs, on_meta
@@ -16,7 +17,7 @@ from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
-from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap
+from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap, writes_repeated
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
@@ -28,7 +29,7 @@ from shardwise.call.submesh import (
     run_on_submesh,
 )
 from shardwise.call.trace import traced
-from shardwise.call.value_checks import checking_values
+from shardwise.call.value_checks import checking_values, indexes_nothing
 from shardwise.call.variants import program_for, writing_variant
 from shardwise.call.view_scatter import COMPUTED
 from shardwise.comm import coord_of
@@ -48,7 +49,7 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
-from shardwise.torch_internals.subclass import new_dtensor
+from shardwise.torch_internals.subclass import bump_versions, new_dtensor
 
 __all__ = ["choose_route", "decide"]
 
@@ -83,6 +84,7 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         # the meta kernels of ops, which torch calls for zero tangents: only the global shapes matter
         return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
     check_operands(call)
+    repeated = info.writes and writes_repeated(call)  # raises where one device raises
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
     if func is aten.detach.default and call.first._spec.stride is not None:
@@ -103,6 +105,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("sparse", sparse_run(func))
     if torch.Tag.inplace_view in info.tags:
         return Route("in-place view", lambda a, k: run_inplace_view(func, a, k))
+    if repeated:
+        return Route("fallback", lambda a, k: run_on_full(func, a, k, repeated=True))
     return _compute_route(call, find_route)
 
 
@@ -160,6 +164,8 @@ def _results(call: OpCall, specs: Iterable[Spec]) -> tuple[Any, ...]:
 def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
     """The cheapest of rule, alternative and decomposition; the fallback if there is none."""
     func, model = call.func, current_costs()
+    if indexes_nothing(call):
+        return _fallback_route(call)
     resolution = None if call.info.is_composite_view else resolve(call)
     if resolution is None and is_composite(func):
         return Route("composite", lambda a, k: _decompose(func, a, k), ())
@@ -179,7 +185,10 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # its operands were checked; what it creates is the same on every rank
     with override_settings(plain="replicate"):
-        if not torch.is_inference_mode_enabled() or records_views(func):
+        is_inference = torch.is_inference_mode_enabled() or any(
+            t.is_inference() for t in tensors_in(args[:1])
+        )
+        if not is_inference or records_views(func):
             return func.decompose(*args, **kwargs)
         with tracking_views():
             return func.decompose(*args, **kwargs)
@@ -263,6 +272,8 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
         run = resolving_lazy_bits(run)
     run = checking_values(call, run)
     if call.info.writes:
+        if route.kind == "rule" and is_composite(func) and not records_views(func):
+            run = _counting_writes(call, run)
         if route.plans != () or call.info.out_names or call.info.qualified_name in FORBIDS_ALIAS:
             run = _checking_overlap(func, run)
     elif route.plans != () and not call.info.is_view:
@@ -277,6 +288,17 @@ def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) 
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compare_plain(func, OpCall(func, args, kwargs).tensors, positions, mesh)
+        return inner(args, kwargs)
+
+    return run
+
+
+def _counting_writes(call: OpCall, inner: Run) -> Run:
+    """The run of an in-place op such as `__iand__`, which inference mode passes on whole, and so does not count."""
+    i = call.info.written[0]
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bump_versions(args[i : i + 1])
         return inner(args, kwargs)
 
     return run

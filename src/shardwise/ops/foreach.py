@@ -11,6 +11,7 @@ import torch
 from shardwise.call.arguments import map_tensors
 from shardwise.call.fallback import run_on_full
 from shardwise.call.op_call import OpCall
+from shardwise.call.overlap import is_repeated
 from shardwise.call.resolve import resolve
 from shardwise.call.route import Route, Run
 from shardwise.call.schema import op_info
@@ -71,9 +72,24 @@ def _elements(
 def foreach_route(call: OpCall) -> Route:
     """One kernel on all blocks if no element would move anything, else the op for one tensor on each element."""
     func = call.func
-    on_blocks = _on_blocks(call)
+    repeated = call.info.writes and any(map(is_repeated, call.args[0]))
+    on_blocks = None if repeated else _on_blocks(call)
     run: Run = on_blocks or (lambda a, k: _on_each(func, a, k))
+    if repeated:
+        run = _one_at_a_time(func, run)
     return Route("foreach", run, None if on_blocks is None else ())
+
+
+def _one_at_a_time(func: Any, inner: Run) -> Run:
+    """The run of an op that may refuse one of the tensors: those before it are written, as torch does."""
+    one_at_a_time = op_info(func).one_at_a_time
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for some in (lists := one_at_a_time(args)):
+            func(*some, **kwargs)
+        return None if lists else inner(args, kwargs)
+
+    return run
 
 
 def _on_blocks(call: OpCall) -> Run | None:
@@ -83,8 +99,9 @@ def _on_blocks(call: OpCall) -> Run | None:
         return None  # the op for one tensor writes to a plain one once, and not for each simulated rank
     specs = []
     for here, named in _elements(func, args, kwargs):
-        distributed = any(isinstance(a, DTensor) for a in here)
-        resolution = resolve(OpCall(single, here, named)) if distributed else None
+        meshes = {id(a.device_mesh) for a in here if isinstance(a, DTensor)}
+        # tensors on parts of a mesh are brought to one mesh by the op for one tensor
+        resolution = resolve(OpCall(single, here, named)) if len(meshes) == 1 else None
         if resolution is None or resolution.plans or resolution.programs is not None:
             return None
         specs.append(resolution.outputs[0])
@@ -93,9 +110,10 @@ def _on_blocks(call: OpCall) -> Run | None:
     if kwargs or not any(is_list) or any(isinstance(a, DTensor) for a in args):
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if writes:
+                bump_versions(args[0])  # raises before anything is written
             results = map_ranks(func, *_blocks(args), **_blocks(kwargs))
             if writes:
-                bump_versions(args[0])
                 return None
             return [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
 
@@ -103,11 +121,12 @@ def _on_blocks(call: OpCall) -> Run | None:
     op = python_binding(func)
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if writes:  # the blocks will have new versions, and the DTensors must, too
+            bump_versions(args[0])
         results = op(
             *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)]
         )
-        if writes:  # the blocks have new versions, and the DTensors must, too
-            bump_versions(args[0])
+        if writes:
             return None
         return [new_dtensor(DTensor, r, spec, False) for r, spec in zip(results, specs, strict=True)]
 
@@ -133,19 +152,20 @@ def _on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             bump_versions(args[0])
         return result
     elements = list(_elements(func, args, kwargs))
+    if writes:
+        for here, named in elements:  # one that is refused leaves those after it as they were
+            single(*here, **named)
+            bump_versions(here[:1])
+        return None
     done = (
         _norms_together(func, elements)
         if single is aten.linalg_vector_norm.default
         else [None] * len(elements)
     )
-    results = [
+    return [
         single(*here, **named) if norm is None else norm
         for (here, named), norm in zip(elements, done, strict=True)
     ]
-    if writes:
-        bump_versions(args[0])
-        return None
-    return results
 
 
 def _norms_together(func: Any, elements: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:

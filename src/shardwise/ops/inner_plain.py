@@ -49,9 +49,16 @@ def _composite(func: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         _check_operands(func, args, kwargs)
         with override_settings(plain="replicate"), beneath_patches():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        return _replicated(result, args) if type(result) is Tensor else result
 
     return run
+
+
+def _replicated(result: Tensor, args: tuple[Any, ...]) -> DTensor:
+    """A result that a composite op created and not computed, as for empty operands."""
+    first = next(t for t in tensors_in(args) if isinstance(t, DTensor))
+    return replicate(result, first.device_mesh, simulated=is_simulated_tensor(first))
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -105,6 +112,7 @@ _COMPOSITES = {
     "the window": (aten.istft.default, aten.stft.default, aten.stft.center),
     "the mask of combined elements": (aten.combinations.default,),
     "the sum that the product is added to": (aten._sparse_mm.default,),
+    "the integral of an empty tensor": (aten.trapezoid.x, aten.trapezoid.dx, aten.trapz.x, aten.trapz.dx),
     "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),
 }  # fmt: skip
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)

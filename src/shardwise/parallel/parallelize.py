@@ -13,6 +13,7 @@ from shardwise.parallel.agreement import check_same_structure
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import is_parallelized, wrap_method
 from shardwise.parallel.keys import matching
+from shardwise.parallel.linear import run_on_blocks
 from shardwise.parallel.module_tensors import group_ties, slots_of
 from shardwise.parallel.parallel_style import ParallelStyle
 from shardwise.parallel.placing import place_tensors, restore_ties
@@ -134,6 +135,7 @@ def _apply_names(module: nn.Module, mesh: DeviceMesh, resolved: Resolved, src_da
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or is_parallelized(child):
             continue
         if child is module or name in resolved.boundaries or any(True for _ in child.parameters()):
+            run_on_blocks(child)
             wrap_method(child, "forward", resolved.boundaries.get(name, default))
     for name in _CALLING_FORWARD:
         if callable(getattr(module, name, None)):

@@ -13,6 +13,7 @@ from shardwise.layout import Layout, Placement, Replicate, Shard
 from shardwise.parallel.attention import attention_layouts
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import wrap_method
+from shardwise.parallel.linear import run_on_blocks
 from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
 from shardwise.parallel.named_styles import NamedStyle
@@ -55,6 +56,7 @@ class _SplitStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         place_own(module, device_mesh, NamedStyle(self.split), self.src_data_rank)
+        run_on_blocks(module)
         module.register_forward_pre_hook(lambda m, args: self._inputs(m, args, device_mesh))
         module.register_forward_hook(lambda m, args, out: self._outputs(m, out, device_mesh))
         return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import ShapeMethods
+from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,
@@ -109,6 +111,8 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     @property
     def data(self) -> DTensor:
         """The tensor detached from its autograd graph. Assigning a DTensor replaces the blocks and the layout."""
+        if self.is_inference() and not torch.is_inference_mode_enabled():
+            return _data_of_inference_tensor(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[no-any-return, attr-defined]
 
     @data.setter
@@ -299,6 +303,57 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
         """A tensor with copies of the blocks."""
         return type(self)(copy_block(self._local_tensor, memo), self._spec)
+
+
+class _DataOfInferenceTensor:
+    """The class of `x.data` where `x` is an inference tensor: one, too, that counts versions and so may be written to.
+
+    Views of it are of this class, too.
+    """
+
+    __slots__ = ()
+
+    def is_inference(self) -> bool:
+        return True
+
+    def _copy_blocks(self: Any, memo: dict[int, Any]) -> DTensor:
+        copy: DTensor = super()._copy_blocks(memo)  # type: ignore[misc]
+        copy.__class__ = DTensor if copy._source is None else copy.__class__
+        return copy
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # torch asks the first class of which no other is a subclass: what another class does must not be lost
+        others = [t.__bases__[1] if issubclass(t, _DataOfInferenceTensor) else t for t in types]
+        others = [t for t in others if issubclass(t, DTensor) and t is not DTensor]
+        run: Any = (others[0] if others else DTensor).__torch_dispatch__
+        first = read_schema(func).arguments[0]
+        if not first.alias or first.writes or not isinstance(args[0], _DataOfInferenceTensor):
+            return run(func, types, args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            result = run(func, types, args, kwargs)
+        for x in result if isinstance(result, list | tuple) else (result,):
+            x.__class__ = _data_class(x.__class__)
+        return result
+
+
+@cache
+def _data_class(cls: Any) -> Any:
+    return (
+        cls
+        if issubclass(cls, _DataOfInferenceTensor)
+        else type(cls.__name__, (_DataOfInferenceTensor, cls), {"__slots__": ()})
+    )
+
+
+def _data_of_inference_tensor(x: DTensor) -> DTensor:
+    with torch.inference_mode(False):
+        out = DTensor(x._local_tensor, x._spec)
+    out._adopt(x)
+    out.__class__ = _data_class(out.__class__)
+    return out
 
 
 def copy_block(block: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -11,6 +11,7 @@ C++ code that calls these ops has no object whose tensor could change: there, th
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ _GROWS = """resize_ to {shape} was called on the DTensor {spec}, which shares it
   fix: y = x.new_empty({shape}), and copy what you need of x; or call resize_ before there are views."""
 
 _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
-  why: The view was created, then x.{name}(...) changed the shape of the tensor, then x.requires_grad_() was called.
+  why: The view was created, then x.{name}(...) was called, then x.requires_grad_().
   fix: create the view after x.requires_grad_()."""
 
 
@@ -52,6 +53,7 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
             if is_used_elsewhere(self):
                 raise RuntimeError(_USED.format(name=name, out_of_place=name[:-1], spec=self._spec))
             return original(self, *args, **kwargs)
+        former = _former_self(self)
         if self.requires_grad:
             new = out_of_place(self, *args, **kwargs)
         else:  # as the base of its views it may get a gradient later, whatever mode this is
@@ -59,30 +61,101 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
                 new = out_of_place(self, *args, **kwargs)
         if not getattr(new, "_can_change_places", False):  # no view, or one of a torch.func transform
             return original(self, *args, **kwargs)
+        call = (out_of_place, args, kwargs)
         if view_base(self) is None:
-            new.__dict__[_SUCCESSOR] = (id(self), name)
+            new.__dict__[_SUCCESSOR] = (id(self), name, (call,))
+        elif former is not None:
+            successor, name_before, calls = former.__dict__[_SUCCESSOR]
+            former.__dict__[_SUCCESSOR] = (successor, name_before, (*calls, call))
         # torch counts it as a write, except that resizing to the same size is nothing
-        return self._become(new, is_write=new.shape != self.shape or not name.startswith("resize"))
+        is_write = new.shape != self.shape or not name.startswith("resize")
+        if self.requires_grad and (former is not None or view_base(self) is None):
+            _NewNode.apply(self if former is None else former)  # type: ignore[no-untyped-call]
+            is_write = False  # it is counted already
+        return self._become(new, is_write=is_write)
 
     method.__name__ = name
     return method
 
 
-_SUCCESSOR = "_shardwise_successor"
+class _NewNode(torch.autograd.Function):
+    """A new node for a tensor, in place: hooks of its gradient see what uses it from now on, as after any write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+_SUCCESSOR, _FORMER = "_shardwise_successor", "_shardwise_former"
 
 
 def _former_self(x: Any) -> Any:
     """The tensor that a tensor was before its shape changed, if it was no view."""
-    base = view_base(x)
+    base = x.__dict__.get(_FORMER, view_base(x))
     is_former = base is not None and base.__dict__.get(_SUCCESSOR, (None,))[0] == id(x)
     return base if is_former else None
 
 
 def _detach(self: Any) -> Any:
     """Detach the tensor from its graph."""
-    if _former_self(self) is not None:  # a view for us, which cannot be detached, but not for the user
-        return self._become(self.detach(), is_write=False)
-    return torch.Tensor.detach_(self)
+    former = _former_self(self)
+    keeps = self.is_leaf or self.retains_grad or not self._can_change_places
+    if former is None and (keeps or view_base(self) is not None):
+        return torch.Tensor.detach_(self)
+    new = self.detach()
+    self._become(new, is_write=False)
+    base = new if former is None else former
+    if base.requires_grad:
+        _cut(base, self, "detach_")
+    elif former is not None and has_views(former):
+        self.__dict__[_FORMER] = former
+    return self
+
+
+def _cut(base: Any, x: Any, name: str) -> None:
+    """Let gradients of views end at their base, which is no longer the tensor that they were views of.
+
+    A view whose base is written to is computed again from the base, and requires a gradient for ever if it did so once. So
+    the base requires one, which nobody sees, unless the tensor itself requires one.
+    """
+    tensor, message = weakref.ref(x), _LATE_GRADIENT.format(name=name)
+
+    def refuse(grad: Any) -> None:
+        now = tensor()
+        if now is not None and now.requires_grad:
+            raise RuntimeError(message)
+
+    torch.Tensor.detach_(base)
+    torch.Tensor.requires_grad_(base).register_hook(refuse)
+
+
+def _register_hook(self: Any, hook: Callable[[Any], Any]) -> Any:
+    """Call a function with the gradient of the tensor, which it may replace by another."""
+    former = _former_self(self)
+    if former is None or not former.requires_grad:
+        return torch.Tensor.register_hook(self, hook)  # type: ignore[no-untyped-call]
+    calls = former.__dict__[_SUCCESSOR][2]
+
+    def view(x: Any) -> Any:
+        for out_of_place, args, kwargs in calls:
+            x = out_of_place(x, *args, **kwargs)
+        return x
+
+    def relay(grad: Any) -> Any:
+        result = hook(view(grad))
+        if result is None:
+            return None
+        grad = torch.empty_like(grad)
+        view(grad).copy_(result)
+        return grad
+
+    # the gradients of views are part of the tensor's, and for us they are views of what it was
+    return former.register_hook(relay)
 
 
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
@@ -90,13 +163,8 @@ def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     former = None if self.requires_grad or not requires_grad else _former_self(self)
     if former is not None:
         self._become(self.detach(), is_write=False)
-        message = _LATE_GRADIENT.format(name=former.__dict__[_SUCCESSOR][1])
-
-        def refuse(grad: Any) -> None:
-            raise RuntimeError(message)
-
         # views of what it was require a gradient from now on, as those of the tensor itself would
-        former.requires_grad_().register_hook(refuse)
+        _cut(former, self, former.__dict__[_SUCCESSOR][1])
     return torch.Tensor.requires_grad_(self, requires_grad)
 
 
@@ -115,6 +183,8 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0])
     shape = [int(n) for n in size]
+    if tuple(shape) == tuple(x.shape) and memory_format is torch.contiguous_format and not x.requires_grad:
+        return x.view_as(x)  # whatever its strides are
     grows = math.prod(shape) > x.numel() > 0 and min(shape, default=0) >= 0
     if grows and not x.requires_grad and (view_base(x) is not None or has_views(x)):
         raise RuntimeError(_GROWS.format(spec=x._spec, shape=tuple(shape)))
@@ -147,4 +217,6 @@ class ShapeMethods:
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)
     detach_: Any = _detach
+    register_hook: Any = _register_hook
     requires_grad_: Any = _requires_grad
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _requires_grad)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ __all__ = [
     "read_schema",
     "records_views",
     "tracking_views",
+    "transforms_are_active",
     "without_dispatch",
 ]
 
@@ -231,3 +232,12 @@ def below_autograd() -> AbstractContextManager[Any]:
     True
     """
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def transforms_are_active() -> bool:
+    """Whether the call is inside a transform of `torch.func`, such as `vmap`.
+
+    >>> torch.func.vmap(lambda x: x + transforms_are_active())(torch.zeros(2)), transforms_are_active()
+    (tensor([1., 1.]), False)
+    """
+    return torch._C._are_functorch_transforms_active()

@@ -28,6 +28,7 @@ __all__ = [
 _T = TypeVar("_T", bound=torch.Tensor)
 
 _increment_version: Any = torch._C._increment_version
+_is_inference: Any = torch.Tensor.is_inference
 
 
 def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
@@ -118,16 +119,13 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     >>> version(x) - before
     1
     """
-    try:
-        _increment_version(tensors)
-    except RuntimeError as error:
-        if not any(t.is_inference() for t in tensors):
-            raise
+    if True in map(_is_inference, tensors) and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
             "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
             "  fix: write to x.clone(), or inside torch.inference_mode()."
-        ) from error
+        )
+    _increment_version(tensors)  # ignores tensors of inference mode
 
 
 def can_become_view(x: Tensor) -> bool:
