@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tests.clients.families import FAMILIES, Family
 from tests.clients.float64 import Float64
 from tests.clients.on_processes import greatest_differences, unequal_adapters
+from tests.clients.sharding import shard_by_plan
 from tests.clients.sweep import sweep_configuration
 from tests.clients.training import compare, difference, distribute_batch, on_mesh, train
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -44,6 +45,20 @@ def test_training_equals_dense(name: str, mesh: Mapping[str, int]):
     steps = 5 if DEEP else 3
     found = compare(family.model(), family.batches(), _parallelize(family), mesh, steps)
     assert set(found.worst) == {"output", "loss", "gradient", "parameter"}
+    assert not found.beyond(TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FAMILIES if DEEP else ["Llama"])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}] if DEEP else [{"dp": 2, "tp": 2}])
+def test_fully_shard_by_the_plan_of_the_model_equals_dense(name: str, mesh: Mapping[str, int]):
+    family = FAMILIES[name]
+
+    def parallelize(model: Any, device_mesh: Any) -> None:
+        if "tp" in mesh:
+            parallelize_module(model, device_mesh, family.plan_of(model))
+        shard_by_plan(model, device_mesh)
+
+    found = compare(family.model(), family.batches(), parallelize, mesh, 5 if DEEP else 2)
     assert not found.beyond(TOLERANCE)
 
 

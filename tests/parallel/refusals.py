@@ -307,6 +307,23 @@ def _many_axes(lib: Library) -> Pairs:
     return [(model.weight.grad, dense.weight.grad)]
 
 
+@program(12, "parameters on a mesh of their own beside replicated ones")
+def _own_mesh(lib: Library) -> Pairs:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    mesh, model = _mesh(lib, (2, 2), ("dp", "ep")), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    experts = set(model[2].parameters())
+
+    def choose(p: nn.Parameter) -> Any:
+        return lib.ShardPlacementResult(lib.Shard(0), FSDPMeshInfo(mesh["dp"], 0)) if p in experts else None
+
+    def prepare(net: nn.Module) -> None:
+        dims = lib.DataParallelMeshDims(replicate=("dp", "ep"))
+        lib.fully_shard(net, mesh=mesh, shard_placement_fn=choose, dp_mesh_dims=dims)
+
+    return _trained(lib, model, prepare, parts=2)
+
+
 @program(13, "fully_shard of a ModuleList")
 def _module_list(lib: Library) -> Pairs:
     mesh = _mesh(lib)

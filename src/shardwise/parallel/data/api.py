@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import axes_of
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.module import FSDPModule, make_data_parallel, mark_recomputed
 from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -125,7 +126,10 @@ def apply_layouts(
     for module in {id(m): m for m in (*modules, *called)}.values():
         make_data_parallel(module, state, prefix)
     mark_recomputed(modules, groups)
-    state.packs = not all(group.is_in_place for m in modules for group in groups_in(m, recurse=True))
+    every = [group for m in modules for group in groups_in(m, recurse=True)]
+    layouts = [slot.layout for group in every for slot in group.slots]
+    state.axes = frozenset(name for on in layouts for name in axes_of(on.mesh).names_of(on.data))
+    state.packs = not all(group.is_in_place for group in every)
     return state
 
 

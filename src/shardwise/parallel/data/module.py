@@ -129,10 +129,18 @@ class FSDPModule:
             group.reduce_unused = reduce_scatter_unused_params
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Accepted: gathers run the collectives of their plans."""
+        """Raise: gathers run the collectives of their plans."""
+        _refuse_custom(
+            "set_custom_all_gather",
+            comm,
+            "fully_shard(…, reshard_after_forward=…) decides what is gathered and when",
+        )
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Accepted: reductions run the collectives of their plans."""
+        """Raise: reductions run the collectives of their plans."""
+        _refuse_custom(
+            "set_custom_reduce_scatter", comm, "module.set_all_reduce_hook(hook) changes reduced gradients"
+        )
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call a function with the reduced gradients of this module's group, which it may change in place.
@@ -211,6 +219,14 @@ class FSDPModule:
         for group in groups_in(self, recurse=True):
             group.reduce_accumulated()
         return GradientReductionHandle() if async_op else None
+
+
+def _refuse_custom(what: str, comm: Any, fix: str) -> None:
+    raise NotImplementedError(
+        f"{what} got a {type(comm).__name__}.\n"
+        "  why: A group moves by the collectives of its plan, which differ with layouts: uneven blocks go by an all-to-all.\n"
+        f"  fix: Leave the call out; {fix}."
+    )
 
 
 @functools.cache

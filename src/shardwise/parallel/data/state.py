@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import PerRank, axes_of
+from shardwise.comm import PerRank, axes_of, is_simulated
 from shardwise.parallel.data.group import Group, forget_interrupted_passes
 from shardwise.parallel.data.passes import (
     BeginBackward,
@@ -22,6 +22,7 @@ from shardwise.parallel.data.passes import (
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
+from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.pytree import flatten
@@ -37,6 +38,7 @@ class State:
         policy: the dtypes of its computation.
         reshard: whether to free gathered blocks after the forward pass; None for all but the outermost module.
         modules: how many modules share the groups.
+        axes: the names of the data axes of all parameters, here and in submodules.
         packs: whether tensors that autograd saves may be gathered ones, here or in submodules.
     """
 
@@ -45,6 +47,7 @@ class State:
     ) -> None:
         self.name, self.groups, self.policy, self.reshard = name, tuple(groups), policy, reshard
         self.modules = 1
+        self.axes: frozenset[str] = frozenset()
         self.packs = True
         self._left = 0
         self._is_materialized = False
@@ -59,11 +62,12 @@ class State:
         now = Pass(self, self._is_on_whole_mesh((args, kwargs)))
         with new_pass(now):
             if backward:  # activation checkpointing runs the forward pass again, with hooks of its own
-                return self._call(fn, args, kwargs)
+                with _plain_tensors(now):
+                    return self._call(fn, args, kwargs)
             self.forward_order.start()
             grad = torch.is_grad_enabled()
             try:
-                with packing() if self.packs and grad else nullcontext():
+                with packing() if self.packs and grad else nullcontext(), _plain_tensors(now):
                     out = self._call(fn, args, kwargs)
             finally:
                 self.forward_order.drop_unused()
@@ -82,12 +86,9 @@ class State:
         if not named and all(type(x) is Tensor for x in positional):
             return False
         leaves, _ = flatten(args)
-        given = [axes_of(t.device_mesh).names for t in leaves if isinstance(t, DTensor)]
-        if not given:
-            return False
-        slots = [slot for group in self.groups for slot in group.slots]
-        data = {n for slot in slots for n in axes_of(slot.layout.mesh).names_of(slot.layout.data)}
-        return any(data & set(names) for names in given)
+        return any(
+            self.axes.intersection(axes_of(t.device_mesh).names) for t in leaves if isinstance(t, DTensor)
+        )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module with gathered parameters."""
@@ -144,6 +145,14 @@ class State:
         is_root = now is not None and now.root is self
         reshard = not is_root if self.reshard is None else self.reshard
         return reshard and self._left == 0
+
+
+def _plain_tensors(now: Pass) -> AbstractContextManager[object]:
+    """If the data are DTensors, plain tensors count as replicated, as in a parallelized module; a simulation compares them."""
+    if not now.on_whole_mesh:
+        return nullcontext()
+    compare = is_simulated() or current_settings().plain == "check"
+    return override_settings(plain="check" if compare else "replicate")
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
