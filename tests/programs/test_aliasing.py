@@ -218,7 +218,7 @@ PROGRAMS_OF_THE_ISSUE = {
         k, l, m, n = e[e > 0], e.flip(0), e.roll(1, 0), e.sort(0)[0]
         o, p, q, r = torch.cat([e, e]), e.clone(), e.softmax(0), e + x.transpose(0, 1)
         s, t, u, w = e.cumsum(0), e.gather(0, e.argsort(0)), e.reshape(4, 15), e.permute(2, 0, 1) * 2
-        y = make((), R).expand(4, 5, 3) * e""",
+        y, z = make((), R).expand(4, 5, 3) * e, torch.nn.functional.one_hot(i, 3)""",
     "attention": """
         q = make((4, 6, 4), L).transpose(0, 1)
         k, v = make((6, 4, 4), L, seed=1), make((6, 4, 4), L, seed=2)

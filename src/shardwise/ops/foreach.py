@@ -22,7 +22,12 @@ from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, to_layout
 from shardwise.torch_internals.dispatcher import python_binding
-from shardwise.torch_internals.subclass import bump_versions, new_dtensor
+from shardwise.torch_internals.subclass import (
+    bump_versions,
+    increment_versions,
+    new_dtensor,
+    refuses_writes,
+)
 
 __all__ = ["FUSED", "foreach_route", "run_fused"]
 
@@ -80,14 +85,19 @@ def foreach_route(call: OpCall) -> Route:
     return Route("foreach", run, None if on_blocks is None else ())
 
 
-def _one_at_a_time(func: Any, inner: Run) -> Run:
-    """The run of an op that may refuse one of the tensors: those before it are written, as torch does."""
+def _one_at_a_time(func: Any, inner: Run | None) -> Run:
+    """The run of an op that refuses one of the tensors: those before it are written, as torch does.
+
+    Args:
+        func: the op.
+        inner: its run for a list of one tensor.
+    """
     one_at_a_time = op_info(func).one_at_a_time
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for some in (lists := one_at_a_time(args)):
             func(*some, **kwargs)
-        return None if lists else inner(args, kwargs)
+        return None if lists or inner is None else inner(args, kwargs)
 
     return run
 
@@ -105,15 +115,16 @@ def _on_blocks(call: OpCall) -> Run | None:
         if resolution is None or resolution.plans or resolution.programs is not None:
             return None
         specs.append(resolution.outputs[0])
-    writes = call.info.writes
+    writes, each = call.info.writes, _one_at_a_time(func, None)
     is_list = [_is_list_of_blocks(a) for a in args]
     if kwargs or not any(is_list) or any(isinstance(a, DTensor) for a in args):
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if writes:
-                bump_versions(args[0])  # raises before anything is written
+            if writes and refuses_writes(args[0]) and len(args[0]) > 1:
+                return each(args, kwargs)
             results = map_ranks(func, *_blocks(args), **_blocks(kwargs))
             if writes:
+                bump_versions(args[0])
                 return None
             return [DTensor(r, spec) for r, spec in zip(results, specs, strict=True)]
 
@@ -121,12 +132,14 @@ def _on_blocks(call: OpCall) -> Run | None:
     op = python_binding(func)
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if writes:  # the blocks will have new versions, and the DTensors must, too
-            bump_versions(args[0])
+        refused = writes and refuses_writes(args[0])
+        if refused and len(args[0]) > 1:
+            return each(args, kwargs)
         results = op(
             *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)]
         )
-        if writes:
+        if writes:  # the blocks have new versions, and the DTensors must, too
+            (bump_versions if refused else increment_versions)(args[0])
             return None
         return [new_dtensor(DTensor, r, spec, False) for r, spec in zip(results, specs, strict=True)]
 

@@ -37,7 +37,7 @@ def _one_hot(x: DTensor, num_classes: int = -1) -> Tensor:
             raise RuntimeError("Class values must be smaller than num_classes.")
     classes = torch.arange(num_classes, device=x.device)
     replicated = replicate(classes, x.device_mesh, simulated=is_simulated_tensor(x))
-    return (x.unsqueeze(-1) == replicated).to(torch.int64)
+    return (x.unsqueeze(-1) == replicated).to(torch.int64).contiguous()
 
 
 def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *options: Any) -> Tensor:

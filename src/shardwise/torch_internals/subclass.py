@@ -14,11 +14,13 @@ __all__ = [
     "change_places",
     "disabled_torch_function",
     "has_views",
+    "increment_versions",
     "is_parameter",
     "is_used_elsewhere",
     "make_wrapper",
     "mark_parameter",
     "new_dtensor",
+    "refuses_writes",
     "storage_id",
     "version",
     "view_base",
@@ -27,7 +29,8 @@ __all__ = [
 
 _T = TypeVar("_T", bound=torch.Tensor)
 
-_increment_version: Any = torch._C._increment_version
+increment_versions: Any = torch._C._increment_version
+"""`bump_versions` without its check: tensors of inference mode are passed over."""
 _is_inference: Any = torch.Tensor.is_inference
 
 
@@ -119,13 +122,22 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     >>> version(x) - before
     1
     """
-    if True in map(_is_inference, tensors) and not torch.is_inference_mode_enabled():
+    if refuses_writes(tensors):
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
             "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
             "  fix: write to x.clone(), or inside torch.inference_mode()."
         )
-    _increment_version(tensors)  # ignores tensors of inference mode
+    increment_versions(tensors)  # ignores tensors of inference mode
+
+
+def refuses_writes(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of the tensors was created in inference mode, and this is outside of it.
+
+    >>> refuses_writes([torch.ones(1)])
+    False
+    """
+    return True in map(_is_inference, tensors) and not torch.is_inference_mode_enabled()
 
 
 def can_become_view(x: Tensor) -> bool:
@@ -205,7 +217,7 @@ def change_places(x: Tensor, y: Tensor, is_write: bool = True) -> None:
     torch._C._swap_tensor_impl(x, y)
     x._backward_hooks = None  # they are hooks of the gradient of what `x` was, whose node has them
     if is_write:
-        _increment_version([x])
+        increment_versions([x])
 
 
 def storage_id(x: Tensor) -> int:
