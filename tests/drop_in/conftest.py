@@ -1,3 +1,8 @@
 """Modules that install shardwise, or load torch's package, when they are imported: only fresh processes may do that."""
 
-collect_ignore = ["installed_torch.py", "installed_transformers.py", "only_shardwise.py", "torch_transformers.py"]
+collect_ignore = [
+    "installed_torch.py",
+    "installed_transformers.py",
+    "only_shardwise.py",
+    "torch_transformers.py",
+]

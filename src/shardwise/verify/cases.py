@@ -57,12 +57,9 @@ class Case:
         return [distribute(t, layout, self.mesh, rng) for t, layout in pairs]
 
     def determined(self, outputs: Sequence[Any]) -> list[Any]:
-        """The entries of those outputs whose layouts follow from the rule.
-
-        Others are the same on all ranks, or have no elements, and so may have any layout.
-        """
+        """The entries of those outputs whose layouts follow from the rule; others are the same on all ranks."""
         alike = self.match.rule.alike if isinstance(self.match.rule, Rule) else frozenset()
-        return [o for i, o in enumerate(outputs) if i not in alike and 0 not in o.shape]
+        return [o for i, o in enumerate(outputs) if i not in alike]
 
     def counterexample(self, outcome: str, *more: str) -> RuleError:
         """The error that shows the call, the layouts of its tensors and the wrong outcome."""
