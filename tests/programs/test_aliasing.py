@@ -314,6 +314,19 @@ PROGRAMS_OF_THE_ISSUE |= {
         y.unsqueeze_(0)
         g = torch.autograd.grad((y * y).sum() + (v * v).sum(), x, create_graph=True)[0]
         g.pow(2).sum().backward()""",
+    "the retained gradient of a tensor that changed its shape has those of its views": """
+        x = make((4, 3), L, grad=True)
+        y = x * 2
+        v = y[0]
+        y.t_()
+        y.retain_grad()
+        w = y[1]
+        ((v * v).sum() + (w * 5).sum()).backward(retain_graph=True)
+        r = y.grad + 0
+        ((v * v).sum() + (y * y).sum()).backward(retain_graph=True)
+        s = y.grad + 0
+        y.sum().backward()
+        t = y.grad + 0""",
     "in-place ops that inference mode passes on whole": """
         x = make((4, 4), L, "int64")
         with torch.inference_mode(): x &= 3

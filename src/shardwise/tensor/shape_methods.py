@@ -158,6 +158,31 @@ def _register_hook(self: Any, hook: Callable[[Any], Any]) -> Any:
     return former.register_hook(relay)
 
 
+def _retain_grad(self: Any) -> None:
+    """Keep the gradient of the tensor in `grad`, although it is no leaf."""
+    former = _former_self(self)
+    keeps = self.retains_grad
+    torch.Tensor.retain_grad(self)
+    if keeps or former is None or not former.requires_grad:
+        return
+    tensor, before = weakref.ref(self), []
+
+    def note(grad: Any) -> None:
+        now = tensor()
+        if now is not None:
+            before.append(None if now.grad is None else now.grad.clone())
+
+    def keep(grad: Any) -> None:
+        now = tensor()
+        if now is not None:
+            known = before.pop() if before else now.grad
+            now.grad = grad.clone(memory_format=torch.contiguous_format) if known is None else known + grad
+
+    # torch adds what reaches the tensor itself; then the whole gradient, with those of views, takes its place
+    torch.Tensor.register_hook(self, note)  # type: ignore[no-untyped-call]
+    self.register_hook(keep)
+
+
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     """Let autograd record ops on the tensor, or not."""
     former = None if self.requires_grad or not requires_grad else _former_self(self)
@@ -218,5 +243,6 @@ class ShapeMethods:
     resize_as_ = _becoming("resize_as_", _resized_as)
     detach_: Any = _detach
     register_hook: Any = _register_hook
+    retain_grad: Any = _retain_grad
     requires_grad_: Any = _requires_grad
     requires_grad = property(torch.Tensor.requires_grad.__get__, _requires_grad)  # type: ignore[attr-defined]
