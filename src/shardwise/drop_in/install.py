@@ -11,8 +11,8 @@ from shardwise.torch_internals.releases import torch_release
 
 __all__ = ["TESTED", "InstallError", "install", "installed"]
 
-TESTED = ((2, 13),)
-"""The releases of torch on which the clients in `docs/clients.md` were run."""
+TESTED = ((2, 13), (2, 14), (2, 15))
+"""The releases of torch with which the tests of clients were run."""
 
 
 class InstallError(RuntimeError):
