@@ -325,8 +325,11 @@ PROGRAMS_OF_THE_ISSUE |= {
         r = y.grad + 0
         ((v * v).sum() + (y * y).sum()).backward(retain_graph=True)
         s = y.grad + 0
+        torch.autograd.grad((y * y).sum(), y, retain_graph=True)
+        (v * 3).sum().backward(retain_graph=True)
+        t = y.grad + 0
         y.sum().backward()
-        t = y.grad + 0""",
+        u = y.grad + 0""",
     "in-place ops that inference mode passes on whole": """
         x = make((4, 4), L, "int64")
         with torch.inference_mode(): x &= 3

@@ -39,7 +39,7 @@ _LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 
 
 def indexes_nothing(call: OpCall) -> bool:
-    """Whether an op has an index into an empty tensor: what its kernel checks then is its own affair, and nothing is sent."""
+    """Whether an op has an index into an empty tensor. It runs on full tensors, so that all ranks check what one device checks."""
     name = call.info.qualified_name.removeprefix("aten::").removesuffix("_")
     return (name in _ERRORS or name in ("put", "take")) and call.tensors[0].numel() == 0
 

@@ -117,7 +117,7 @@ class _PendingSums:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is pending, in the memory that the gradients had before the pass."""
+        """Reduce the pending gradients; a parameter that had a gradient before the pass keeps its memory."""
         waiting = [
             (p, p.grad, before)
             for p, before in self._waiting.values()

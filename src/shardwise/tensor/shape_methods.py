@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.subclass import (
     can_become_view,
     has_views,
@@ -165,17 +166,21 @@ def _retain_grad(self: Any) -> None:
     torch.Tensor.retain_grad(self)
     if keeps or former is None or not former.requires_grad:
         return
-    tensor, before = weakref.ref(self), []
+    tensor = weakref.ref(self)
+    before: dict[
+        int, Any
+    ] = {}  # by backward pass: one that fails, or ends at the tensor, leaves what it noted
 
     def note(grad: Any) -> None:
         now = tensor()
         if now is not None:
-            before.append(None if now.grad is None else now.grad.clone())
+            before.clear()
+            before[current_backward()] = None if now.grad is None else now.grad.clone()
 
     def keep(grad: Any) -> None:
         now = tensor()
         if now is not None:
-            known = before.pop() if before else now.grad
+            known = before.pop(current_backward(), now.grad)
             now.grad = grad.clone(memory_format=torch.contiguous_format) if known is None else known + grad
 
     # torch adds what reaches the tensor itself; then the whole gradient, with those of views, takes its place
