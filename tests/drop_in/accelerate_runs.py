@@ -5,7 +5,7 @@ accelerate chooses FSDP for accelerators only. `_accelerator` says that the proc
 
 from __future__ import annotations
 
-import time
+import math
 import warnings
 from typing import Any
 
@@ -16,36 +16,25 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from tests.clients.float64 import Float64
 from tests.clients.tiny_configs import build, shrink
-from tests.drop_in.transformers_runs import _full, _gradients, _shared_folder, _tokens, _worst
+from tests.drop_in.transformers_runs import _full, _gradients, _tokens, _worst, load
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 SIZES: dict[str, dict[str, int]] = {
     "fsdp": {"dp_shard_size": -1},
     "hsdp": {"dp_replicate_size": 2, "dp_shard_size": -1},
-    "fsdp x tp": {"dp_shard_size": -1, "tp_size": 2},
     "tp": {"tp_size": -1},
+    "fsdp x tp": {"dp_shard_size": -1, "tp_size": 2},
 }
 
 
-def _accelerator(mode: str, **how: Any) -> Accelerator:
-    """An `Accelerator` that shards with `fully_shard` on CPU."""
-    world = dist.get_world_size()
-    sizes = dict(SIZES[mode])
-    others = world
-    for size in sizes.values():
-        others //= max(size, 1)
-    sizes = {name: others if size == -1 else size for name, size in sizes.items()}
+def _accelerator(mode: str, plugin: Any) -> Accelerator:
+    """An `Accelerator` whose mesh is on CPU."""
+    sizes = SIZES[mode]
+    rest = dist.get_world_size() // max(-math.prod(sizes.values()), 1)
+    sizes = {name: rest if size == -1 else size for name, size in sizes.items()}
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-    plugin = None
-    if mode != "tp":
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            **how,
-        )
     return Accelerator(
         cpu=True,
         fsdp_plugin=plugin,
@@ -54,44 +43,55 @@ def _accelerator(mode: str, **how: Any) -> Accelerator:
     )
 
 
+def _prepared(mode: str, **how: Any) -> tuple[Accelerator, Any, nn.Module, nn.Module]:
+    """An accelerator, what it makes of an optimizer and a model, and the model on one device.
+
+    Data parallelism is accelerate's; with tensor parallelism transformers has placed the model, as its `Trainer` has it.
+    """
+    if "tp" in mode:
+        dense, model, _ = load("Llama", mode)
+        accelerator = _accelerator(mode, None)
+    else:
+        dense, model = (build(shrink(LlamaConfig)).double().eval() for _ in range(2))
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            **how,
+        )
+        accelerator = _accelerator(mode, plugin)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return accelerator, optimizer, model, dense
+
+
 def train(mode: str, **how: Any) -> dict[str, Any]:
     """Train on all ranks and on one device, with accumulation and clipping: the greatest difference of each kind."""
     warnings.simplefilter("ignore")
     with Float64():
-        accelerator = _accelerator(mode, **how)
-        config = shrink(LlamaConfig)
-        dense = build(config).double().eval()
-        model = build(config).double().eval()
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, dense)]
-        model, optimizer = accelerator.prepare(model, optimizers[0])
+        accelerator, optimizer, model, dense = _prepared(mode, **how)
+        dense_optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-2)
         out: dict[str, Any] = {"split": sum(hasattr(p, "placements") for p in model.parameters())}
-        mesh = accelerator.torch_device_mesh
-        parts = dist.get_world_size() // (mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1)
-        part = dist.get_rank() * parts // dist.get_world_size()
+        data_parallel = accelerator.parallelism_config.data_parallel_size
         for step in range(2):
             for i in range(2):
                 tokens = _tokens(10 * step + i)
-                mine = tokens.chunk(parts)[part]
+                mine = tokens.chunk(data_parallel)[dist.get_rank() * data_parallel // dist.get_world_size()]
                 with accelerator.accumulate(model):
                     accelerator.backward(model(input_ids=mine, labels=mine).loss)
                     (dense(input_ids=tokens, labels=tokens).loss / 2).backward()
                     if accelerator.sync_gradients:
                         if step == 0:
                             out["gradients"] = _gradients(model, dense)
-                        norms = [
-                            _full(accelerator.clip_grad_norm_(model.parameters(), 0.5)),
-                            nn.utils.clip_grad_norm_(dense.parameters(), 0.5),
-                        ]
-                        out["norm"] = _worst(norms[:1], norms[1:])
-                        optimizers[1].step()
-                        optimizers[1].zero_grad()
+                        norm = _full(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+                        out["norm"] = _worst([norm], [nn.utils.clip_grad_norm_(dense.parameters(), 0.5)])
+                        dense_optimizer.step()
+                        dense_optimizer.zero_grad()
                     optimizer.step()
                     optimizer.zero_grad()
         pairs = [[_full(p).detach() for p in m.parameters()] for m in (model, dense)]
         out["parameters"] = _worst(*pairs)
         state = accelerator.get_state_dict(model)
-        out["saved"] = 0.0
-        if dist.get_rank() == 0:
+        if state:  # rank 0 alone may have it
             wanted = dense.state_dict()
-            out["saved"] = _worst([state[n] for n in wanted], list(wanted.values()))
+            out["saved"] = _worst([_full(state[n]) for n in wanted], list(wanted.values()))
     return out
