@@ -2,7 +2,9 @@
 
 collect_ignore = [
     "installed_torch.py",
+    "installed_torchtitan.py",
     "installed_transformers.py",
     "only_shardwise.py",
+    "torch_torchtitan.py",
     "torch_transformers.py",
 ]
