@@ -133,7 +133,9 @@ def train(backend: str, tp: int, steps: int = 2, replicate: int = 1, sequence_pa
         for m in (model, dense):
             _materialize(m, 0)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=True) for m in (model, dense)]
-        out: dict[str, Any] = {"split": sum(hasattr(p, "placements") for p in model.parameters())}
+        parameters = list(model.parameters())
+        out: dict[str, Any] = {"split": sum(hasattr(p, "placements") for p in parameters)}
+        out["parameters in all"] = len(parameters)
         parts = world // tp
         times = []
         for step in range(steps):
