@@ -69,7 +69,9 @@ def _model(backend: str, dims: Any, parallelism: Any) -> nn.Module:
     spec.parallelize_fn(
         model,
         parallel_dims=dims,
-        training=titan_config.TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
+        training=titan_config.TrainingConfig(
+            mixed_precision_param="float32", mixed_precision_reduce="float32"
+        ),
         parallelism=parallelism,
         compile_config=titan_config.CompileConfig(enable=False),
         ac_config=None,
@@ -115,7 +117,9 @@ def _step(
     return _full(loss).detach(), _full(norm)
 
 
-def train(backend: str, tp: int, steps: int = 2, replicate: int = 1, sequence_parallel: bool = True) -> dict[str, Any]:
+def train(
+    backend: str, tp: int, steps: int = 2, replicate: int = 1, sequence_parallel: bool = True
+) -> dict[str, Any]:
     """Train on all ranks and on one device: the greatest relative difference of losses, norms and parameters."""
     with Float64():
         world = dist.get_world_size()

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.tensor.policy import policy
 from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor
+from shardwise.torch_internals.fsdp_division import FSDP_COLLECTIVES, divide_once
 
 __all__ = ["FIXES", "ClientFixer"]
 
@@ -59,7 +60,9 @@ def _reduce_new_gradients(install_forward: Callable[..., Any]) -> Callable[..., 
     @wraps(install_forward)
     def install(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
-        hooked: dict[str, nn.Parameter] = {}  # loading replaces parameters, so they are found in the forward pass
+        hooked: dict[
+            str, nn.Parameter
+        ] = {}  # loading replaces parameters, so they are found in the forward pass
 
         def reduce(grad: Tensor) -> Tensor:
             total = grad.clone()
@@ -91,6 +94,7 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "ReplicatedWithGradAllReduce.install_forward": _reduce_new_gradients
     },
     DYNAMO_BUILDER: {"torch": without_dtensor},
+    FSDP_COLLECTIVES: {"_get_gradient_divide_factors": divide_once},
 }
 """By module, the objects that are replaced and the functions that make their replacements."""
 
