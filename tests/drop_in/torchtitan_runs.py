@@ -165,5 +165,5 @@ def train(
         out["parameters"] = max(
             ((_full(p).detach() - q).abs().max() / q.abs().max()).item() for p, q in pairs
         )
-        out["ms"] = sorted(times)[len(times) // 2] * 1e3
+        out["ms"] = min(times) * 1e3
     return out
