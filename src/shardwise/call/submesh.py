@@ -60,9 +60,9 @@ def run_on_submesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: d
     call = OpCall(func, args, kwargs)
     larger = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
     if torch.is_grad_enabled() and any(t.requires_grad for t in larger):
-        if (whole := largest_mesh(call)) is None:
-            check_operands(call)  # raises
-        return run_on_largest_mesh(func, whole, args, kwargs)
+        if (whole := largest_mesh(call)) is not None:
+            return run_on_largest_mesh(func, whole, args, kwargs)
+        check_operands(call)  # raises
     return func(
         *map_tensors(lambda t: _narrow(t, mesh), args), **map_tensors(lambda t: _narrow(t, mesh), kwargs)
     )
@@ -94,9 +94,7 @@ def largest_mesh(call: OpCall) -> DeviceMesh | None:
     return mesh if others and inside else None
 
 
-def run_on_largest_mesh(
-    func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_on_largest_mesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on a mesh where plain tensors count as replicated, and so do tensors on sub-meshes along the other axes.
 
     Those are the buffers of a tensor-parallel module whose data are split over a data axis as well. They are compared as plain
