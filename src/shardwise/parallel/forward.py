@@ -18,7 +18,7 @@ from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, sharing_inputs
 from shardwise.parallel.experts import run_experts
 from shardwise.parallel.gradients import watch_gradients
-from shardwise.parallel.plain import differentiable_input, to_plain
+from shardwise.parallel.plain import module_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
@@ -96,7 +96,7 @@ def _from_outside(
             check_plain_parameters(module, mesh)
             if torch.is_grad_enabled():
                 watch_gradients(module)
-            args, kwargs = map_tensors(lambda t: differentiable_input(t, mesh), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: module_input(t, mesh), (args, kwargs))
         result = method(module, *args, **kwargs)
         if not plain or any(isinstance(t, DTensor) for t in given):
             return result
