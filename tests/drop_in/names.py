@@ -117,3 +117,32 @@ def error_of_unknown_module() -> str:
     except ModuleNotFoundError as error:
         return str(error)
     return "none"
+
+
+def fixed_client(folder: str) -> list[str]:
+    """Import a client that has one of the objects that `install` puts right, and lacks another."""
+    from pathlib import Path
+
+    import torch
+
+    import shardwise
+
+    lora = Path(folder) / "peft" / "tuners" / "lora"
+    lora.mkdir(parents=True)
+    for part in (lora, lora.parent, lora.parent.parent):
+        (part / "__init__.py").write_text("")
+    (lora / "model.py").write_text("def add_lora_tp_hooks_dtensor(tp_module): pass\n")
+    (lora / "layer.py").write_text("class Linear:\n    def merge(self): return 1\n")
+    sys.path.insert(0, folder)
+    shardwise.install()
+    model = importlib.import_module("peft.tuners.lora.model")
+    layer = importlib.import_module("peft.tuners.lora.layer")
+    module = torch.nn.Linear(3, 2)
+    module.in_features = 1
+    model.add_lora_tp_hooks_dtensor(module)
+    assert layer.Linear().merge() == 1
+    kept = sorted(name for name in vars(layer.Linear) if not name.startswith("__"))
+    return [
+        "fixed" if module.in_features == 3 else "not fixed",
+        "as it was" if kept == ["merge"] else str(kept),
+    ]

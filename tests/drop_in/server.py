@@ -31,7 +31,8 @@ def _rank(job: dict[str, Any], rank: int, store: str, out: int) -> None:
         if world:
             import torch.distributed as dist
 
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            os.environ.update({name: str(value) for name, value in places.items()})
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         module, name = job["function"].split(":")
         answer = True, getattr(import_module(module), name)(**job["kwargs"])

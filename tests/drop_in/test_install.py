@@ -78,6 +78,10 @@ def test_modules_that_do_not_exist_are_named(run: Run):
     assert "torch.distributed.tensor._nothing" in error
 
 
+def test_a_client_without_what_is_put_right_is_left_alone(run: Run, tmp_path: Path):
+    assert run(f"{HERE}:fixed_client", folder=str(tmp_path)) == [["fixed", "as it was"]]
+
+
 PROGRAM = """
 import sys
 import torch, torch.distributed as dist

@@ -1,16 +1,18 @@
-"""transformers' own tensor, expert and data parallel paths, unmodified, under `install`: equal to one device."""
+"""transformers' own parallel paths, accelerate and peft, unmodified, under `install`: equal to one device."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from tests.drop_in.client import Run, prepared
 
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 HERE = "tests.drop_in.transformers_runs"
+KINDS = ("norm", "loss", "parameters", "saved", "merged", "merged loss")
 GRAD_HOOKS = ("Qwen3", "Gemma 3", "Qwen3-MoE")
 """Families whose norms transformers reduces in a hook, which is right for one micro-batch per step only."""
 pytestmark = [
@@ -40,6 +42,10 @@ def run() -> Iterator[Run]:
         yield run
 
 
+def _worst(found: dict[str, Any]) -> float:
+    return max(found[kind] for kind in KINDS if kind in found)
+
+
 @pytest.mark.parametrize(("name", "mode", "world"), CASES)
 def test_training_generation_and_saving_equal_one_device(run: Run, name: str, mode: str, world: int):
     micro = 1 if name in GRAD_HOOKS else 2
@@ -47,4 +53,31 @@ def test_training_generation_and_saving_equal_one_device(run: Run, name: str, mo
         assert found["split"] >= 10
         assert found["gradients"] == {}
         assert found["generates alike"]
-        assert max(found[kind] for kind in ("norm", "loss", "parameters", "saved")) < 1e-9
+        assert _worst(found) < 1e-9
+
+
+ACCELERATED = [("fsdp", 2), *([("hsdp", 4), ("tp", 2), ("fsdp x tp", 4)] if DEEP else [])]
+
+
+@pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
+@pytest.mark.parametrize(("mode", "world"), ACCELERATED)
+def test_accelerate_trains_as_on_one_device(run: Run, mode: str, world: int):
+    for found in run("tests.drop_in.accelerate_runs:train", world=world, mode=mode):
+        assert found["split"] >= 10
+        assert found["gradients"] == {}
+        assert _worst(found) < 1e-9
+
+
+TARGETS = [
+    ["q_proj", "o_proj", "embed_tokens"],
+    *([["q_proj", "up_proj"], ["o_proj", "down_proj"]] if DEEP else []),
+]
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
+@pytest.mark.parametrize("targets", TARGETS, ids=" ".join)
+def test_peft_trains_and_merges_adapters_as_on_one_device(run: Run, targets: list[str]):
+    for found in run("tests.drop_in.peft_runs:train", world=2, targets=targets):
+        assert found["split"] >= 4
+        assert found["gradients"] == {}
+        assert _worst(found) < 1e-9

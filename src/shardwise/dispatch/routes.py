@@ -24,8 +24,10 @@ from shardwise.call.route import Route, RouteKind, Run
 from shardwise.call.strides import match_strides, with_own_strides
 from shardwise.call.submesh import (
     common_submesh,
+    largest_mesh,
     mesh_beside_numbers,
     run_beside_numbers,
+    run_on_largest_mesh,
     run_on_submesh,
 )
 from shardwise.call.trace import traced
@@ -74,6 +76,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("sub-mesh", lambda a, k: run_on_submesh(func, mesh, a, k))
     if (values_on := mesh_beside_numbers(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_beside_numbers(func, values_on, a, k))
+    if (whole := largest_mesh(call)) is not None:
+        return Route("sub-mesh", lambda a, k: run_on_largest_mesh(func, whole, a, k))
     if func is aten.is_same_size.default:
         return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
     if (

@@ -13,6 +13,7 @@ from shardwise.parallel.agreement import check_same_structure
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import is_parallelized, wrap_method
 from shardwise.parallel.keys import matching
+from shardwise.parallel.later_modules import watch_for_modules
 from shardwise.parallel.linear import run_on_blocks
 from shardwise.parallel.module_tensors import group_ties, slots_of
 from shardwise.parallel.parallel_style import ParallelStyle
@@ -140,3 +141,4 @@ def _apply_names(module: nn.Module, mesh: DeviceMesh, resolved: Resolved, src_da
     for name in _CALLING_FORWARD:
         if callable(getattr(module, name, None)):
             wrap_method(module, name)
+    watch_for_modules(module, default)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
+from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import ShapeMethods
 from shardwise.torch_internals.dispatcher import read_schema
@@ -91,6 +92,7 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
                     stacklevel=2,
                 )
             local_tensor = local_tensor.detach()
+        note_inference_mode()
         return new_dtensor(cls, local_tensor, spec, requires_grad)  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -245,7 +247,13 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         kind = type(index)  # `_is_simple` in place, for speed
-        if _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES:
+        if kind is tuple:
+            for i in index:
+                if type(i) not in _SIMPLE_INDICES:
+                    break
+            else:
+                return _getitem(self, index)  # type: ignore[no-any-return]
+        elif kind in _SIMPLE_INDICES:
             return _getitem(self, index)  # type: ignore[no-any-return]
         return _getitem(self, implementation.index_of(self, index))  # type: ignore[no-any-return]
 

@@ -31,6 +31,7 @@ from shardwise.plan import plan_redistribute
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
+from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -169,6 +170,7 @@ def move(x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtyp
     plan = plan_redistribute(spec.layout, target, dtype.itemsize)
     after = _moved_spec(spec, target, dtype, units)
     if not async_op or torch.compiler.is_compiling():
+        note_inference_mode()
         return new_dtensor(DTensor, run(plan, local, spec.mesh), after, False)  # type: ignore[no-any-return]
     block = start(plan, local, spec.mesh)
     return AsyncDTensor(block, after) if isinstance(block, Pending) else DTensor(block, after)
