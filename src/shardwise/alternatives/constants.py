@@ -18,7 +18,7 @@ __all__ = ["ALTERNATIVES"]
 aten = torch.ops.aten
 
 
-def _fill(x: DTensor, value: Any = 0) -> DTensor:
+def _fill(x: DTensor, value: Any) -> DTensor:
     """Write terms whose reduction is the number."""
     numbers = torch.full_like(x, value)
     terms = to_layout(aten.fill_.Scalar, numbers, x._spec.layout)  # type: ignore[arg-type]
@@ -33,4 +33,4 @@ def _propose(call: OpCall, resolution: Resolution | None) -> Alternative | None:
     return Alternative(_fill, (), (x._spec,))
 
 
-ALTERNATIVES: dict[Any, Propose] = {aten.fill_.Scalar: _propose, aten.zero_.default: _propose}
+ALTERNATIVES: dict[Any, Propose] = {aten.fill_.Scalar: _propose}
