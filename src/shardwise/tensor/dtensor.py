@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
@@ -83,6 +84,13 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
         if not isinstance(local_tensor, PerRank) and local_tensor.requires_grad:
+            if not requires_grad:
+                warnings.warn(
+                    "The block of a new DTensor requires gradients, but the DTensor does not.\n"
+                    "  why: To construct a DTensor that autograd connects with its block there is from_local.\n"
+                    "  fix: DTensor.from_local(local, mesh, placements), or DTensor(local.detach(), spec)",
+                    stacklevel=2,
+                )
             local_tensor = local_tensor.detach()
         note_inference_mode()
         return new_dtensor(cls, local_tensor, spec, requires_grad)  # type: ignore[no-any-return]
