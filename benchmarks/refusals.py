@@ -1,6 +1,6 @@
 """Programs that torch's DTensor, styles and FSDP refuse or get wrong, run with torch's and with ours on 4 gloo processes.
 
-Of the list of 32, programs 27 to 29, 31 and 32 (flex attention, pipelines, checkpoints) and 12 are not here.
+Of the list of 32, programs 27 to 29, 31 and 32 (flex attention, pipelines, checkpoints) are not here.
 
 python -m benchmarks.refusals            all
 python -m benchmarks.refusals 7 8 15     some, by their number

@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from shardwise.comm.launch import Workers
 from shardwise.comm.simulate import forget_world
+from shardwise.tensor.inference import inference_tensors
 
 # No deadline: the time of one example depends more on the machine than on the code.
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
@@ -25,6 +26,12 @@ def pytest_collection_finish() -> None:
     """Exclude what is imported from garbage collection: with op_db and transformers a full one takes a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_inference_tensors() -> None:
+    """Begin each test on the shortest path of `dispatch`, which a process leaves when it uses inference mode."""
+    inference_tensors.clear()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from shardwise.api.geometry import compute_local_shape_and_global_offset
-from shardwise.layout import Axes, Layout, Placement, block_offset, block_shape
+from shardwise.layout import Axes, Layout, LayoutError, Placement, block_offset, block_shape
 from shardwise.tensor.policy import policy
 
 __all__ = ["ExplicitRedistributionContext", "compute_local_shape_and_global_offset"]
@@ -17,14 +17,14 @@ def ExplicitRedistributionContext(  # noqa: N802
 
     Args:
         enable: False allows it, for a block inside another one.
-        strict: accepted; moves without communication are never refused.
+        strict: accepted; moves without communication, such as taking a slice, are never refused.
         mode: "raise", or "warn" for a warning.
     """
     if mode not in ("raise", "warn"):
-        raise ValueError(
-            f"ExplicitRedistributionContext got mode={mode!r}.\n"
-            "  why: It raises an error or warns.\n"
-            '  fix: mode="raise" or mode="warn"'
+        raise LayoutError(
+            f"ExplicitRedistributionContext: Invalid mode {mode}.",
+            why="It raises an error or warns.",
+            fix='mode="raise" or mode="warn"',
         )
     if not enable:
         return policy(implicit="allow")

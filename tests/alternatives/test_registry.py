@@ -139,6 +139,7 @@ CASES = [
     Case("_scaled_dot_product_flash_attention_for_cpu.default _scaled_dot_product_flash_attention_for_cpu_backward.default",
          lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
          (randn(2, 24, 3, 4), randn(2, 2, 3, 4, seed=1), randn(2, 2, 3, 4, seed=2)), ("1",), ("R", "R")),
+    Case("fill_.Scalar", lambda x: aten.fill_(x.clone(), 2.5), placements=("P", "P P", "1 P"), grad=False),
     Case("dist.default", lambda x, y: aten.dist(x, y, 3), (X, randn(3, 9, seed=1)), others=("1",)),
 ]  # fmt: skip
 

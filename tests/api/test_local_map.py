@@ -53,15 +53,24 @@ def test_a_decorator_with_other_arguments_and_several_results(line):
     [
         (
             lambda x: local_map(torch.neg, [Shard(0)], ([Shard(0)], None))(x),
-            "2 in_placements for 1 arguments",
+            "in_placements length 2 does not match the number of arguments, 1",
         ),
-        (lambda x: local_map(torch.neg, ([Shard(0)], None))(x), "2 out_placements for 1 results"),
+        (
+            lambda x: local_map(torch.neg, ([Shard(0)], None))(x),
+            "out_placements length 2 does not match the number of results, 1",
+        ),
         (lambda x: local_map(torch.neg, [Shard(0)], (None,))(x), "in_placements of argument 0 is None"),
-        (lambda x: local_map(torch.mul, [Shard(0)], ([Shard(0)], [Shard(0)]))(x, 2), "got 2 as argument 1"),
-        (lambda x: local_map(lambda b: 3, [Shard(0)])(x), "returned 3"),
+        (
+            lambda x: local_map(torch.mul, [Shard(0)], ([Shard(0)], [Shard(0)]))(x, 2),
+            "expects None placements for argument 1, which is 2",
+        ),
+        (lambda x: local_map(lambda b: 3, [Shard(0)])(x), "expects None placements for the result 3"),
         (lambda x: local_map(lambda b: x, [Shard(0)])(x), "returned a DTensor"),
         (lambda x: local_map(out_placements=[Shard(0)], spmd_types=True)(torch.neg)(x), "spmd_types=True"),
-        (lambda x: local_map(torch.neg, [Shard(0)], None, (None,))(x), "whose in_grad_placements is None"),
+        (
+            lambda x: local_map(torch.neg, [Shard(0)], None, (None,))(x),
+            "expects in grad placements .* argument 0 are None",
+        ),
     ],
 )
 def test_errors_name_the_argument_or_result(line, call, what):

@@ -46,3 +46,37 @@ def test_ambiguous_combinations_are_errors(root):
     ):
         with pytest.raises(MeshError, match="sub-mesh of it"):
             call()
+
+
+@pytest.mark.parametrize("on_tp", [Shard(1), Replicate(), Partial()])
+def test_a_tensor_on_a_sub_mesh_joins_the_larger_mesh_where_plain_tensors_count_as_replicated(root, on_tp):
+    """The buffers of a tensor-parallel module whose data are split over another axis as well; gradients too."""
+    y = sw.distribute_tensor(W + 1, root["tp"], [on_tp])
+    x = sw.distribute_tensor(W, root, [Shard(0), Shard(1)]).requires_grad_()
+    replicated = sw.distribute_tensor(W, root, [Replicate(), Shard(0)]).requires_grad_()
+    dense = W.clone().requires_grad_()
+    for given in (x, replicated):
+        with sw.policy(plain="check"):
+            out = (given * y).exp() + y
+        assert out.device_mesh == root
+        (wanted,) = torch.autograd.grad(want := ((dense * (W + 1)) / 100).exp().sum() + (W + 1).sum(), dense)
+        with sw.policy(plain="replicate"):
+            got = (given * y / 100).exp().sum() + y.sum()
+        assert torch.allclose(got.full_tensor().ranks[0], want)
+        (grad,) = torch.autograd.grad(got, given)
+        assert torch.allclose(grad.full_tensor().ranks[0], wanted)
+        with pytest.raises(MeshError, match="where plain tensors count as replicated"):
+            given * y
+
+
+def test_a_tensor_on_a_sub_mesh_that_joins_is_compared_and_is_neither_written_to_nor_trained(root):
+    x = sw.distribute_tensor(W, root, [Shard(0), Replicate()])
+    y = sw.distribute_tensor(W, root["tp"], [Shard(0)])
+    blocks = sw.per_rank(lambda rank: W + rank // 3)
+    differs = sw.DTensor.from_local(blocks, root["tp"], [Replicate()])
+    with sw.policy(plain="check"):
+        with pytest.raises(sw.LayoutError, match="differs from the one at"):
+            x * differs
+        for call in (lambda: y.clone().add_(x), lambda: x * y.clone().requires_grad_()):
+            with pytest.raises(MeshError, match="is not written to and needs no gradient"):
+                call()

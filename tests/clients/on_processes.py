@@ -50,15 +50,17 @@ def _generate_alike(model: torch.nn.Module, tokens: torch.Tensor) -> None:
         raise AssertionError("ranks generated different tokens")
 
 
-def unequal_adapters() -> str:
-    """The error for adapters that were initialised differently on the ranks."""
+def unequal_adapters() -> list[str]:
+    """The errors for adapters that were initialised differently on the ranks: when they are merged, and in a forward pass."""
     family = FAMILIES["Llama"]
     mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = parallelize_module(family.model(), mesh, family.plan_of(family.model()))
     torch.manual_seed(dist.get_rank())
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    try:
-        adapted(input_ids=family.batches()[0]["input_ids"])
-    except sw.PlainTensorError as error:
-        return str(error)
-    return "no error"
+    errors = []
+    for use in (adapted.merge_adapter, lambda: adapted(input_ids=family.batches()[0]["input_ids"])):
+        try:
+            use()
+        except sw.PlainTensorError as error:
+            errors.append(str(error))
+    return errors

@@ -13,7 +13,15 @@ from tests.clients.float64 import Float64
 from tests.clients.on_processes import greatest_differences, unequal_adapters
 from tests.clients.sharding import shard_by_plan
 from tests.clients.sweep import sweep_configuration
-from tests.clients.training import compare, difference, distribute_batch, on_mesh, train
+from tests.clients.training import (
+    compare,
+    difference,
+    distribute_batch,
+    on_mesh,
+    train,
+    train_on_own_rows,
+    without_ignored_labels,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
@@ -49,7 +57,7 @@ def test_training_equals_dense(name: str, mesh: Mapping[str, int]):
 
 
 @pytest.mark.parametrize("name", FAMILIES if DEEP else ["Llama"])
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}] if DEEP else [{"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}] if DEEP else [{"dp": 2}])
 def test_fully_shard_by_the_plan_of_the_model_equals_dense(name: str, mesh: Mapping[str, int]):
     family = FAMILIES[name]
 
@@ -60,6 +68,25 @@ def test_fully_shard_by_the_plan_of_the_model_equals_dense(name: str, mesh: Mapp
 
     found = compare(family.model(), family.batches(), parallelize, mesh, 5 if DEEP else 2)
     assert not found.beyond(TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FAMILIES if DEEP else ["Llama", "Mixtral", "BERT"])
+@pytest.mark.parametrize("own_rows", [False, True], ids=["dtensors", "own_rows"])
+def test_fully_shard_beside_tensor_parallelism_on_a_slice_equals_dense(name: str, own_rows: bool):
+    """Parameters and buffers are on mesh["tp"]; the data are plain and each rank's own, or DTensors on the whole mesh."""
+    family = FAMILIES[name]
+    # a simulation runs one program, so the shapes of ranks must not depend on their rows
+    model = family.model(experts="batched_mm" if own_rows else "eager")
+    batches = without_ignored_labels(family.batches()) if own_rows else family.batches()
+    with Float64(), on_mesh((2, 2), ("dp", "tp")) as mesh:
+        dense = train(copy.deepcopy(model), batches, 1)
+        parallelize_module(model, mesh["tp"], family.plan_of(model))
+        shard_by_plan(model, mesh["dp"])
+        if own_rows:
+            got = train_on_own_rows(model, batches, mesh)
+        else:
+            got = train(model, [distribute_batch(b, mesh) for b in batches], 1)
+    assert not difference(got, dense).beyond(TOLERANCE)
 
 
 @pytest.mark.parametrize("name", MOE if DEEP else MOE[1:3])
@@ -156,7 +183,9 @@ _LORA = LoraConfig(
 
 @pytest.mark.parametrize("mesh", MESHES if DEEP else MESHES[2:])
 @pytest.mark.parametrize("adapt_first", [True, False])
-def test_lora_adapters_train_on_a_parallelized_model(mesh: Mapping[str, int], adapt_first: bool):
+def test_lora_adapters_train_on_a_parallelized_model_and_are_merged(
+    mesh: Mapping[str, int], adapt_first: bool
+):
     family = FAMILIES["Llama"]
     plan = family.plan_of(family.model())
 
@@ -165,7 +194,9 @@ def test_lora_adapters_train_on_a_parallelized_model(mesh: Mapping[str, int], ad
         return get_peft_model(model, _LORA).double().eval()
 
     with Float64():
-        want = train(adapted(family.model()), family.batches(), steps=3)
+        dense = adapted(family.model())
+        want = train(dense, family.batches(), steps=3)
+        want_merged = dense.merge_and_unload().state_dict()
         with on_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
             model = family.model()
             if adapt_first:
@@ -176,7 +207,17 @@ def test_lora_adapters_train_on_a_parallelized_model(mesh: Mapping[str, int], ad
                 wrapped = adapted(model)
             assert model.model.layers[0].self_attn.q_proj.base_layer.weight.sharding.sharded
             got = train(wrapped, [distribute_batch(b, device_mesh) for b in family.batches()], steps=3)
+            # a second adapter is plain in either order
+            wrapped.add_adapter("second", _LORA)
+            wrapped.set_adapter("second")
+            wrapped.merge_adapter()
+            wrapped.unmerge_adapter()
+            wrapped.set_adapter("default")
+            merged = copy.deepcopy(wrapped).merge_and_unload().state_dict()
+            found = {n: t.full_tensor() for n, t in merged.items()}
+            assert merged["model.layers.0.mlp.down_proj.weight"].sharding.sharded
     assert not difference(got, want).beyond(TOLERANCE)
+    torch.testing.assert_close(found, want_merged, rtol=0, atol=TOLERANCE)
 
 
 # one of each kind: packed heads, scaled embeddings, a hybrid with linear attention, an encoder, several residual streams
@@ -194,7 +235,7 @@ def test_configurations_of_the_sweep(name: str):
     assert [c.status for c in cases] == ["right"], cases
 
 
-def _on_processes(names: list[str], steps: int) -> tuple[dict[str, float], str]:
+def _on_processes(names: list[str], steps: int) -> tuple[dict[str, float], list[str]]:
     return greatest_differences(names, steps), unequal_adapters()
 
 
@@ -203,7 +244,10 @@ def test_five_families_on_processes_and_adapters_that_differ_between_ranks():
     names = ["Llama", "Gemma 3", "Qwen3-MoE", "GPT-2", "Whisper"]
     # one launch, since the processes take long to import transformers
     results = sw.launch(_on_processes, 4 if DEEP else 2, names, 5 if DEEP else 1, timeout=600)
-    for found, error in results:
+    for found, errors in results:
         assert set(found) == set(names)
         assert max(found.values()) < TOLERANCE, found
-        assert "q_proj.lora_A.default.weight of a parallelized module differs between ranks" in error
+        assert len(errors) == 2
+        assert all(
+            "lora_A.default.weight of a parallelized module differs between ranks" in e for e in errors
+        )

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 import shardwise as sw
 
-__all__ = ["Differences", "Record", "compare", "micro_batches", "train"]
+__all__ = [
+    "Differences",
+    "Record",
+    "compare",
+    "micro_batches",
+    "train",
+    "train_on_own_rows",
+    "without_ignored_labels",
+]
 
 Batch = Mapping[str, Tensor]
 Parallelize = Callable[[nn.Module, sw.DeviceMesh], object]
@@ -131,6 +139,38 @@ def distribute_batch(batch: Batch, mesh: sw.DeviceMesh) -> dict[str, Tensor]:
         return dict(batch)
     placements = [sw.Shard(0) if n == "dp" else sw.Replicate() for n in names]
     return {k: sw.distribute_tensor(t, mesh, placements) for k, t in batch.items()}
+
+
+def without_ignored_labels(batches: Sequence[Batch]) -> list[Batch]:
+    """The same with all labels in use: the mean over all rows is then the mean over ranks of the means over their rows."""
+    return [{k: torch.where(t == -100, 5, t) if k == "labels" else t for k, t in b.items()} for b in batches]
+
+
+def train_on_own_rows(model: nn.Module, batches: Sequence[Batch], mesh: sw.DeviceMesh) -> Record:
+    """Train for one step, each rank on its own plain rows of each micro-batch; outputs and loss are those of all rows."""
+    size = mesh["dp"].size()
+
+    def rows(t: Tensor) -> Tensor:
+        blocks = t.chunk(size)
+        return sw.per_rank(lambda rank: blocks[rank // mesh["tp"].size()])
+
+    def join(t: Tensor, placement: sw.Placement) -> Tensor:
+        return _full(sw.DTensor.from_local(t, mesh["dp"], [placement]))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    first: tuple[list[Tensor], Tensor] | None = None
+    for batch in batches:
+        outputs, loss = _forward(model, {k: rows(t) for k, t in batch.items()})
+        first = first or (
+            [join(t.detach(), sw.Shard(0)) for t in outputs],
+            join(loss.detach(), sw.Partial("avg")),
+        )
+        (loss / len(batches)).backward()
+    if first is None:
+        raise ValueError("nothing to train on")
+    grads = {n: None if p.grad is None else _full(p.grad) for n, p in model.named_parameters()}
+    optimizer.step()
+    return Record(*first, grads, {n: _full(p) for n, p in model.named_parameters()})
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 
 import pytest
@@ -207,3 +208,39 @@ def test_counts_by_module_in_a_simulation_with_blocks_as_inputs(line):
     assert mode.comm_module_counts["Global"]["forward"] == {FUNCOL.all_gather_into_tensor: 1}
     assert mode.get_parameter_info().keys() == {"Sequential.0"}
     assert "Sequential.1" in mode.generate_comm_debug_tracing_table()
+
+
+def test_tables_name_the_parts_of_containers_that_are_never_called(line, tmp_path):
+    class Stacked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = sw.parallel.parallelize_module(
+        Stacked(), line, {"layers.*": sw.parallel.RowwiseParallel(input_layouts=R)}
+    )
+    with CommDebugMode() as mode:
+        model(torch.ones(2, 4)).sum().backward()
+    names = ["Stacked.layers.0", "Stacked.layers.1"]
+    assert list(mode.get_parameter_info()) == names
+    assert mode.get_sharding_info() == {f"{n}.weight": (Shard(1),) for n in names}
+    counted = {n: mode.comm_module_counts[n]["forward"][FUNCOL.all_reduce] for n in ("Stacked", *names)}
+    assert counted == {"Stacked": 2, names[0]: 1, names[1]: 1}
+    tables = [mode.generate_comm_debug_tracing_table(noise_level=level) for level in range(4)]
+    for text in tables:
+        assert "FORWARD PASS" in text
+        assert "*c10d_functional.all_reduce: 1" in text
+    assert "*module type: class 'torch.nn.modules.linear.Linear'" not in tables[0]
+    assert " *weight: (Shard(dim=1),)" in tables[1]
+    assert sorted(map(len, tables)) == list(map(len, tables))
+    mode.log_comm_debug_tracing_table_to_file(str(tmp_path / "log.txt"), noise_level=2)
+    assert (tmp_path / "log.txt").read_text() == tables[2]
+    mode.generate_json_dump(str(tmp_path / "log.json"), noise_level=1)
+    (found,) = json.loads((tmp_path / "log.json").read_text())["children"]
+    assert [child["fqn"] for child in found["children"]] == names
+    assert found["collectives_forward"] == [["c10d_functional.all_reduce", 2]]

@@ -95,9 +95,9 @@ CASES = [
 
 def _reason(error: str) -> str:
     """The type and the first words of the error of the rank that failed by itself."""
-    found = re.findall(r"\n(?:\w+\.)*(\w+Error): (?:aten\.\S+ )?([^\n|]{,70})", error)
+    found = re.findall(r"\n(?:\w+\.)*(\w+Error): (?:aten\.\S+ )?([^\n|]{,48})", error)
     own = [(kind, text) for kind, text in found if "gloo" not in text]
-    return f"{own[0][0]}, {own[0][1].strip()}" if own else "an error"
+    return f"{own[0][0]}, {own[0][1].strip()}…" if own else "an error"
 
 
 def _outcome(run: Run, case: Case) -> str:

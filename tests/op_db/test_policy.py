@@ -71,7 +71,8 @@ def test_an_op_that_communicates_is_refused_and_any_other_runs(name, caplog):
                 assert refused.entries == allowed.entries
             else:
                 with pytest.raises(
-                    sw.CommunicationError, match=r"(?s)would communicate .* B implicitly.*why: .*fix: "
+                    sw.CommunicationError,
+                    match=r"(?s)Implicit redistribution: .* would communicate .* B\..*why: .*fix: ",
                 ):
                     run()
                 assert refused.collectives == 0

@@ -19,9 +19,11 @@ from shardwise.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    fully_shard,
     linear_cross_entropy,
     loss_parallel,
     parallelize_module,
+    register_fsdp_forward_method,
 )
 
 
@@ -280,6 +282,41 @@ def test_082_a_parameter_changes_its_dtype_through_data(mesh):
     assert p.dtype is torch.float64
     assert p.to_local().ranks[0].dtype is torch.float64
     assert model.weight is p
+
+
+class Decoder(nn.Module):
+    """A model whose `generate` uses parameters outside of any forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted(nn.Linear(6, 6)) for _ in range(2))
+        self.head = nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+    def generate(self, x: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            chosen = self(x)[:, -1].argmax(-1)
+            x = torch.cat([x, self.head.weight[chosen][:, None]], 1)
+        return x
+
+
+def test_083_generate_with_adapters_under_fully_shard_and_tp(grid):
+    """hf42436: a method other than forward gathers the parameters, those of frozen layers with adapters, too."""
+    torch.manual_seed(0)
+    dense = double(Decoder())
+    model = copy.deepcopy(dense)
+    parallelize_module(model, grid["tp"], {"layers.*.base": "colwise", "head": "rowwise_rep"})
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=grid["dp"])
+    register_fsdp_forward_method(model, "generate")
+    x = torch.randn(3, 2, 6, dtype=torch.float64)
+    with torch.no_grad():
+        close(model.generate(x, 3), dense.generate(x, 3))
+    assert not model.layers[0].base.weight.requires_grad
 
 
 def test_084_views_with_the_global_number_of_heads(mesh):

@@ -544,6 +544,22 @@ def test_no_grad_records_no_graph(square):
     assert x.to_local().ranks[0].requires_grad
 
 
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_pending_gradients_go_back_through_a_redistribution_of_pending_values_as_they_are(line, op):
+    x = sw.distribute_tensor(torch.ones(6), line, [Partial(op)]).requires_grad_()
+    y = x.redistribute(placements=[Partial(op)])
+    grad = sw.distribute_tensor(torch.arange(6.0), line, [Partial(op)])
+    with counting() as ledger:
+        y.backward(grad)
+    assert x.grad.placements == (Partial(op),)
+    assert ledger.collectives == 0
+    assert torch.equal(x.grad.full_tensor().ranks[0], torch.arange(6.0))
+    x.grad = None
+    x.redistribute(placements=[Replicate()]).backward(grad)  # a replicated value has a replicated gradient
+    assert x.grad.placements == (Replicate(),)
+    assert torch.equal(x.grad.full_tensor().ranks[0], torch.arange(6.0))
+
+
 def test_async_results_have_gradients(square):
     for source, target in itertools.product(SQUARES, SQUARES[::3]):
         x, dense = leaf(square, source)

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -690,3 +691,14 @@ def test_a_module_runs_in_inference_mode(square):
     x = distribute_tensor(data, square, [Shard(0), R])
     with torch.inference_mode():
         torch.testing.assert_close(full(layer(x)), want)
+
+
+def test_constructing_with_a_block_that_requires_gradients_warns_of_the_lost_graph(square):
+    spec = distribute_tensor(grid(4), square, [R, R])._spec
+    block = grid(4).requires_grad_()
+    with pytest.warns(UserWarning, match="To construct"):
+        x = DTensor(block, spec)
+    assert not x.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert DTensor(block, spec, requires_grad=True).requires_grad

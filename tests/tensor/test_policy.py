@@ -109,7 +109,10 @@ INSIDE_ALLOW = ("a read of a view whose base was written to", "the gradient of p
 @pytest.mark.parametrize("name", COMMUNICATES)
 def test_implicit_communication_warns(mesh, name):
     sw.manual_seed(0)
-    with sw.policy(implicit="warn"), pytest.warns(UserWarning, match=r"would communicate .* implicitly"):
+    with (
+        sw.policy(implicit="warn"),
+        pytest.warns(UserWarning, match=r"Implicit redistribution: .* would communicate"),
+    ):
         COMMUNICATES[name](mesh)
 
 

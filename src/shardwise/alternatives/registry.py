@@ -7,6 +7,7 @@ from typing import Any
 from shardwise.alternatives import (
     argmax,
     attention,
+    constants,
     convolution,
     embedding,
     losses,
@@ -26,12 +27,12 @@ __all__ = ["ALTERNATIVES", "FAMILIES", "WITHOUT_RULE", "propose_alternative"]
 
 FAMILIES = (
     statistics, slicing, rearrange, unfold, convolution, pooling, resample, normalization, losses, argmax, embedding,
-    attention,
+    attention, constants,
 )  # fmt: skip
 ALTERNATIVES: dict[Any, Propose] = {
     op: propose for family in FAMILIES for op, propose in family.ALTERNATIVES.items()
 }
-WITHOUT_RULE = frozenset({*normalization.WITHOUT_RULE, *embedding.ALTERNATIVES})
+WITHOUT_RULE = frozenset({*normalization.WITHOUT_RULE, *embedding.ALTERNATIVES, *constants.ALTERNATIVES})
 """Ops that may have an alternative even where no rule covers the call."""
 
 

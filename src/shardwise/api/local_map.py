@@ -122,8 +122,8 @@ def _mapped(
 def _check_count(placements: Sequence[Any] | None, values: Sequence[Any], name: str, kind: str) -> None:
     if placements is not None and len(placements) != len(values):
         raise MapError(
-            f"local_map got {len(placements)} {name} for {len(values)} {kind}.",
-            why="Each value, also inside lists and dicts, has its own placements, or None if it is not a tensor.",
+            f"local_map: {name} length {len(placements)} does not match the number of {kind}, {len(values)}.",
+            why="local_map requires one placements value for each of them: each value, also inside lists and dicts, has its own placements, or None if it is not a tensor.",
             fix=f"Use a tuple of length {len(values)}.",
         )
 
@@ -151,7 +151,7 @@ def _input(i: int, arg: Any, in_placements: tuple[Placed, ...] | None, redistrib
         )
     if wanted is not None and not isinstance(arg, torch.Tensor):
         raise MapError(
-            f"local_map got {arg!r} as argument {i}, whose in_placements is {tuple(wanted)}.",
+            f"local_map expects None placements for argument {i}, which is {arg!r}, but received {tuple(wanted)}.",
             why="Only tensors have placements.",
             fix="Use None as its in_placements.",
         )
@@ -165,7 +165,7 @@ def _grad_placements(
     if given is not None:
         if given[i] is None:
             raise MapError(
-                f"local_map got a DTensor {arg._spec} as argument {i}, whose in_grad_placements is None.",
+                f"local_map expects in grad placements for the DTensor {arg._spec}, but those of argument {i} are None.",
                 why="None stands for a value that is not a DTensor.",
                 fix="in_grad_placements=(..., [Partial()], ...) for a gradient that is a partial sum on each rank.",
             )
@@ -189,7 +189,7 @@ def _output(result: Any, mesh: DeviceMesh, placements: Placed, uneven: bool) -> 
     if not isinstance(result, torch.Tensor):
         if placements is not None:
             raise MapError(
-                f"local_map: the function returned {result!r}, whose out_placements is {tuple(placements)}.",
+                f"local_map expects None placements for the result {result!r}, but received {tuple(placements)}.",
                 why="Only tensors have placements.",
                 fix="Use None as its out_placements.",
             )

@@ -88,6 +88,10 @@ def _without_elements(result: Any, call: OpCall, specs: Iterator[Spec] | None) -
         if holds_sparse(r):
             return replicate(r, call.mesh)
         spec = replicated_spec(r, call.mesh) if specs is None else next(specs)
-        return DTensor(call.first._local_tensor.new_empty(0, dtype=r.dtype), spec)
+        block = call.first._local_tensor
+        # as in torch, a tensor without dims has a value on every rank
+        return DTensor(
+            block.new_zeros((), dtype=r.dtype) if r.ndim == 0 else block.new_empty(0, dtype=r.dtype), spec
+        )
 
     return map_leaves(wrapped, result)

@@ -18,7 +18,7 @@ from shardwise.comm import coord_of
 from shardwise.layout import Layout, Spec, UnitPlacements, block_shape, without_pending
 from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
 from shardwise.plan.unit_axes import units_of_results, units_of_view
-from shardwise.rules import Call, Listed, Listing, Rule, Slot
+from shardwise.rules import Call, Creates, Listed, Listing, Rule, Slot
 from shardwise.rules.table import REGISTERED, row_of
 from shardwise.rules.tables.view_and_cat import REGROUPED
 from shardwise.tensor.dtensor import DTensor
@@ -104,9 +104,10 @@ def _choose(call: OpCall, match: Match, itemsizes: list[int]) -> Choice | None:
     if match.rule is None:
         return choose_view(layouts[0], outputs[0], itemsizes[0])
     if match.creates:
-        layouts = [layout.with_partial({}) for layout in layouts]
         first = layouts[0]
-        created = (first if first.shape == s else Layout.replicated(s, first.axes) for s in outputs)
+        if not match.keeps_pending:
+            layouts = [layout.with_partial({}) for layout in layouts]
+        created = (layouts[0] if first.shape == s else Layout.replicated(s, first.axes) for s in outputs)
         return Choice(tuple(layouts), tuple(created))
     fixed = [layouts[i] for i in match.written] if call.info.returns_written else ()
     return choose(match.rule, layouts, outputs, itemsizes, fixed=fixed, kept=match.written)
@@ -120,14 +121,19 @@ class Match(NamedTuple):
         rule: the rule for this call; None for a view, whose layout follows from the shapes.
         outputs: the results on the meta device.
         written: the tensors that the op writes to, by position.
-        creates: whether the op only creates a tensor like the first one, without reading values.
+        creates: "memory" or "values" for an op that only creates a tensor like the first one, without reading values.
     """
 
     call: Call
     rule: Rule | Listed | None
     outputs: list[Any]
     written: tuple[int, ...]
-    creates: bool = False
+    creates: Creates = ""
+
+    @property
+    def keeps_pending(self) -> bool:
+        """Whether the tensor that the op creates has the pending reductions of the first one."""
+        return self.creates == "memory" and self.call.dtypes[0] == self.call.output_dtypes[0]
 
 
 def match_rule(call: OpCall) -> Match | None:

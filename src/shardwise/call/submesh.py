@@ -11,14 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.arguments import map_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands
-from shardwise.comm import PerRank, axes_of, first_rank
+from shardwise.comm import PerRank, axes_of, first_rank, lifted
 from shardwise.layout import Layout, Spec
+from shardwise.plan.settings import current_settings
+from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import from_block, replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
+from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["common_submesh", "mesh_beside_numbers", "run_beside_numbers", "run_on_submesh"]
+__all__ = [
+    "common_submesh",
+    "largest_mesh",
+    "mesh_beside_numbers",
+    "run_beside_numbers",
+    "run_on_largest_mesh",
+    "run_on_submesh",
+]
 
 
 def common_submesh(call: OpCall) -> DeviceMesh | None:
@@ -50,6 +60,8 @@ def run_on_submesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: d
     call = OpCall(func, args, kwargs)
     larger = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
     if torch.is_grad_enabled() and any(t.requires_grad for t in larger):
+        if (whole := largest_mesh(call)) is not None:
+            return run_on_largest_mesh(func, whole, args, kwargs)
         check_operands(call)  # raises
     return func(
         *map_tensors(lambda t: _narrow(t, mesh), args), **map_tensors(lambda t: _narrow(t, mesh), kwargs)
@@ -70,6 +82,40 @@ def _narrow(t: Any, mesh: DeviceMesh) -> Any:
     placements = [t.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
     layout = Layout.of(tuple(t.shape), axes_of(mesh), placements)
     return from_block(t._local_tensor, Spec(mesh, layout, t.dtype, t._spec.shape, t._spec.stride))
+
+
+def largest_mesh(call: OpCall) -> DeviceMesh | None:
+    """The mesh of which the meshes of all other tensors of a call are sub-meshes, if those are not written to."""
+    tensors = [t for t in call.tensors if isinstance(t, DTensor)]
+    mesh = max((t.device_mesh for t in tensors), key=lambda mesh: mesh.ndim)
+    written = {id(t) for t in call.written}
+    others = [t for t in tensors if t.device_mesh != mesh]
+    inside = all(id(t) not in written and _is_submesh(t.device_mesh, mesh) for t in others)
+    return mesh if others and inside else None
+
+
+def run_on_largest_mesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on a mesh where plain tensors count as replicated, and so do tensors on sub-meshes along the other axes.
+
+    Those are the buffers of a tensor-parallel module whose data are split over a data axis as well. They are compared as plain
+    tensors are. Raises where plain tensors do not count as replicated, or if such a tensor needs a gradient.
+    """
+    call = OpCall(func, args, kwargs)
+    others = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
+    policy = current_settings().plain
+    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in others)
+    if needs_gradient or not (policy != "error" or in_backward()):
+        check_operands(call)  # raises
+
+    def lift(t: Any) -> Any:
+        if not isinstance(t, DTensor) or t.device_mesh == mesh:
+            return t
+        layout = lifted(t.sharding, t.device_mesh, mesh)
+        if policy == "check" and not in_backward():
+            checked_shape(t._local_tensor, mesh, layout.placements, t.shape)
+        return from_block(t._local_tensor, Spec(mesh, layout, t.dtype, t._spec.shape, t._spec.stride))
+
+    return func(*map_tensors(lift, args), **map_tensors(lift, kwargs))
 
 
 def mesh_beside_numbers(call: OpCall) -> DeviceMesh | None:

@@ -4,7 +4,16 @@ from shardwise.comm.async_block import Pending
 from shardwise.comm.codec import check_reducible
 from shardwise.comm.launch import LaunchError, launch
 from shardwise.comm.ledger import Sent, counting
-from shardwise.comm.mesh import Coord, PerMesh, axes_of, coord_of, current_mesh, members_of, siblings_of
+from shardwise.comm.mesh import (
+    Coord,
+    PerMesh,
+    axes_of,
+    coord_of,
+    current_mesh,
+    lifted,
+    members_of,
+    siblings_of,
+)
 from shardwise.comm.per_rank import PerRank, first_rank, map_ranks, spread
 from shardwise.comm.rows import exchange_rows
 from shardwise.comm.scatter import block_of
@@ -31,6 +40,7 @@ __all__ = [
     "is_simulated",
     "is_sparse",
     "launch",
+    "lifted",
     "map_ranks",
     "members_of",
     "on_mesh",

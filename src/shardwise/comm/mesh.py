@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import Axes, LayoutError
+from shardwise.layout import Axes, Factor, Layout, LayoutError
 from shardwise.torch_internals.mesh import axis_group_names, innermost_mesh, sibling_ranks
 from shardwise.torch_internals.process_groups import create_group
 
@@ -29,6 +29,7 @@ __all__ = [
     "group_of",
     "groups_along",
     "has_current_mesh",
+    "lifted",
     "members_of",
     "peers_of",
     "siblings_of",
@@ -220,3 +221,13 @@ def _group_in_order(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks not in known:
             known[ranks] = create_group("shardwise_" + "_".join(map(str, ranks)), ranks)
         return known[ranks]
+
+
+def lifted(layout: Layout, mesh: DeviceMesh, to: DeviceMesh) -> Layout:
+    """The same layout on a mesh with more axes, along which the tensor is replicated."""
+    if mesh is to or mesh == to:
+        return layout
+    ours, theirs = axes_of(mesh), axes_of(to)
+    index = [theirs.index(name) for name in ours.names]
+    dims = [[Factor(f.size, tuple(index[a] for a in f.axes)) for f in dim] for dim in layout.dims]
+    return Layout(theirs, dims, {index[a]: op for a, op in layout.partial})

@@ -22,7 +22,7 @@ from shardwise.layout import Layout, block_shape
 from shardwise.plan import AllGather, AllReduce, AllToAll, Exchange, Identity, ReduceScatter, Slice, Step
 from shardwise.plan.exchange import Overlap, Ranges, overlaps, place_of
 
-__all__ = ["Recipe", "pack_tiles", "recipe_for"]
+__all__ = ["Recipe", "as_received", "pack_tiles", "recipe_for"]
 
 _Shape = tuple[int, ...]
 _Counts = tuple[int, ...]
@@ -71,10 +71,11 @@ def recipe_for(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
 
 
 def _local(run: _Pack) -> Recipe:
-    return Recipe("", run, _as_received, move_codec(torch.float32))
+    return Recipe("", run, as_received, move_codec(torch.float32))
 
 
-def _as_received(received: Tensor, block: Tensor) -> Tensor:
+def as_received(received: Tensor, block: Tensor) -> Tensor:
+    """Unpack nothing: what is received is the block."""
     return received
 
 
@@ -155,7 +156,7 @@ def _grid(source: Layout, target: Layout, me: Coord, axes: tuple[int, ...]) -> T
 
 
 def _reshape(received: _Shape, shape: _Shape) -> _Unpack:
-    return _as_received if received == shape else lambda flat, _: flat.view(shape)
+    return as_received if received == shape else lambda flat, _: flat.view(shape)
 
 
 def _flat(block: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from shardwise.comm.mesh import (
     siblings_of,
 )
 from shardwise.comm.per_rank import PerRank
-from shardwise.comm.recipe import Recipe, recipe_for
+from shardwise.comm.recipe import Recipe, as_received, recipe_for
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.plan import AllReduce, Plan, Step
 from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
@@ -57,6 +57,7 @@ def start(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor | Pending:
         block = block.clone(memory_format=torch.contiguous_format)
     begin, complete = program[last]
     coming = begin(block)
+    is_block = last + 1 == len(program) and _is_received_as_it_is(plan.steps[last], mesh, block.dtype)
 
     def wait_and_go_on() -> Tensor:
         out = complete(coming, block)
@@ -64,7 +65,13 @@ def start(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor | Pending:
             out = finish(begin(out), out)
         return out
 
-    return Pending(wait_and_go_on, block.device)
+    return Pending(wait_and_go_on, block.device, coming if is_block else None)
+
+
+def _is_received_as_it_is(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> bool:
+    """Whether a collective writes the target block of this rank itself."""
+    recipe = recipe_for(step, coord_of(mesh) or (), dtype)
+    return recipe.codec.is_identity and recipe.unpack is as_received
 
 
 def _program(plan: Plan, block: Tensor, mesh: DeviceMesh) -> tuple[_Stage, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from shardwise.comm import Sent, counting
 from shardwise.comm.ledger import Ledger
 from shardwise.debug.module_calls import GLOBAL, ModuleCalls
+from shardwise.debug.tracing_table import Operation, table, tree
 from shardwise.torch_internals.collective_ops import CollectiveObserver, collective_ops, grouped_ops
 
 __all__ = ["CommDebugMode"]
@@ -50,12 +51,13 @@ class CommDebugMode:
         self.advanced_module_tracker = ModuleCalls()
         self._own: Counter[Any] = Counter()
         self._by_module: _Counts = {}
+        self._operations: dict[str, list[Operation]] = {}
 
     def __enter__(self) -> Self:
         self._reset()
         self.ledger = self._open.enter_context(counting(lambda entry: self._attribute(_op_of(entry))))
         self._open.enter_context(self.advanced_module_tracker.following())
-        self._open.enter_context(CollectiveObserver(self._count))
+        self._open.enter_context(CollectiveObserver(self._count, self._operate))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -65,6 +67,12 @@ class CommDebugMode:
         """Count a collective that the program calls itself."""
         self._own[op] += 1
         self._attribute(op)
+
+    def _operate(self, op: Any, args: tuple[Any, ...]) -> None:
+        """Note an op for the innermost module that the program is inside of."""
+        direction, _ = self.advanced_module_tracker.current
+        found = self._operations.setdefault(self.advanced_module_tracker.innermost, [])
+        found.append(Operation.of(op, args, direction))
 
     def _attribute(self, op: Any) -> None:
         """Count a collective for each module that the program is inside of."""
@@ -119,18 +127,10 @@ class CommDebugMode:
         """The modules that were called, as a tree, with the collectives of their forward and backward passes.
 
         Args:
-            noise_level: 0 for the counts; from 1 on also the parameters of each module with their placements.
+            noise_level: 0 for the counts; from 1 on also the class and the parameters of each module with their
+                placements, and the ops on DTensors; from 2 on all ops; from 3 on also those that compute nothing.
         """
-        counts = self.comm_module_counts
-        lines = []
-        for name, module in self._modules().items():
-            indent = "  " * (0 if name == GLOBAL else name.count(".") + 1)
-            lines.append(f"{indent}{name}" + (f" ({module.module_type})" if module.module_type else ""))
-            if noise_level > 0:
-                lines += [f"{indent}  {p}: {module.placements.get(p, 'plain')}" for p in module.parameters]
-            for direction, ops in counts.get(name, {}).items():
-                lines += [f"{indent}  {direction}: {op} {n}" for op, n in ops.items()]
-        return "\n".join(lines) + "\n"
+        return table(self._modules(), self.comm_module_counts, self._operations, noise_level)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -140,16 +140,8 @@ class CommDebugMode:
             file.write(self.generate_comm_debug_tracing_table(noise_level))
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write what `generate_comm_debug_tracing_table` shows to a JSON file: one object per module, by name."""
-        counts = self.comm_module_counts
-        found: dict[str, Any] = {}
-        for name, module in self._modules().items():
-            found[name] = {d: {str(op): n for op, n in c.items()} for d, c in counts.get(name, {}).items()}
-            found[name]["module_type"] = module.module_type
-            if noise_level > 0:
-                found[name]["parameters"] = {
-                    p: str(module.placements.get(p, "plain")) for p in module.parameters
-                }
+        """Write what `generate_comm_debug_tracing_table` shows to a JSON file: one object per module."""
+        found = tree(self._modules(), self.comm_module_counts, self._operations, noise_level)
         Path(file_name).write_text(json.dumps(found, indent=4))
 
     def __repr__(self) -> str:

@@ -56,6 +56,14 @@ class ModuleCalls:
             return "backward", {GLOBAL} | (self._backward if current_backward() == self._pass else set())
         return "forward", {GLOBAL, *self._forward}
 
+    @property
+    def innermost(self) -> str:
+        """The module that the program is inside of, the innermost one."""
+        direction, names = self.current
+        if direction == "forward":
+            return self._forward[-1] if self._forward else GLOBAL
+        return max(names - {GLOBAL}, key=len, default=GLOBAL)
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the calls inside the block; no hook is left on a module."""
@@ -72,7 +80,10 @@ class ModuleCalls:
             self._names[module] = type(module).__name__
         name = self._names[module]
         for child_name, child in module.named_children():
-            self._names.setdefault(child, f"{name}.{child_name}")
+            if child not in self._names:
+                # all of its parts: a container such as ModuleList is never called itself
+                for path, part in child.named_modules(prefix=f"{name}.{child_name}"):
+                    self._names.setdefault(part, path)
         return name
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -83,7 +94,10 @@ class ModuleCalls:
         if name not in self.module_helper_dict:
             own = dict(module.named_parameters(recurse=False))
             placements = {n: p.placements for n, p in own.items() if isinstance(p, DTensor)}
-            self.module_helper_dict[name] = ModuleInfo(type(module).__name__, own, placements)
+            kind = type(module)
+            self.module_helper_dict[name] = ModuleInfo(
+                f"{kind.__module__}.{kind.__qualname__}", own, placements
+            )
         self._on_gradients(args, "all", lambda: self._backward.discard(name))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -17,7 +17,7 @@ from shardwise.comm import coord_of
 from shardwise.dispatch.key import ONE_TENSOR, new_entry
 from shardwise.layout import Spec, block_shape
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.dispatcher import boxed_call, python_binding
+from shardwise.torch_internals.dispatcher import python_binding
 from shardwise.torch_internals.subclass import new_dtensor
 
 __all__ = ["direct_run"]
@@ -47,13 +47,17 @@ def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
         return None
     if info.writes:
         first = info.returned is not None and info.returned[0] == positions[0] == 0
-        return in_place(boxed_call(func), positions) if first else None
+        return (
+            in_place(python_binding(func), positions, alone=len(args) == 2 and not kwargs) if first else None
+        )
     if not info.returns_tensor:
         return several(python_binding(func), positions, resolution.outputs)
     op, spec = python_binding(func), resolution.outputs[0]
     if positions == (0,):
         # of such ops all other arguments are in the key
-        return constant(func, spec, args, kwargs) if new_entry(func).form is ONE_TENSOR else unary(op, spec)
+        if new_entry(func).form is ONE_TENSOR:
+            return constant(func, spec, args, kwargs)
+        return with_number(op, spec) if len(args) == 2 and not kwargs else unary(op, spec)
     if positions == (0, 1):
         return binary(op, spec, alone=len(args) == 2 and not kwargs)
     if positions == (0, 1, 2) and len(args) == 3 and not kwargs:
@@ -79,6 +83,16 @@ def unary(op: Callable[..., Tensor], spec: Spec) -> Run:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         block = op(args[0]._local_tensor, *args[1:], **kwargs)
         return new_dtensor(DTensor, block, spec, False)  # type: ignore[no-any-return]
+
+    return run
+
+
+def with_number(op: Callable[..., Tensor], spec: Spec) -> Run:
+    """An op of one tensor and one other argument."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        x, y = args
+        return new_dtensor(DTensor, op(x._local_tensor, y), spec, False)  # type: ignore[no-any-return]
 
     return run
 
@@ -165,8 +179,24 @@ def any_args(op: Callable[..., Tensor], positions: tuple[int, ...], spec: Spec) 
     return lambda args, kwargs: new_dtensor(DTensor, op(*_blocks(args, positions), **kwargs), spec, False)
 
 
-def in_place(op: Callable[..., Any], positions: tuple[int, ...]) -> Run:
-    """An op that writes to its first argument and returns it."""
+def in_place(op: Callable[..., Any], positions: tuple[int, ...], alone: bool) -> Run:
+    """An op that writes to its first argument and returns it; `alone` if it has one other argument."""
+    if alone and positions == (0,):
+
+        def with_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x, y = args
+            op(x._local_tensor, y)
+            return x
+
+        return with_value
+    if alone and positions == (0, 1):
+
+        def pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x, y = args
+            op(x._local_tensor, y._local_tensor)
+            return x
+
+        return pair
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op(*_blocks(args, positions), **kwargs)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
 from shardwise.call.view_mode import mode_of_view
@@ -16,78 +14,94 @@ from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_ke
 from shardwise.dispatch.routes import decide
 from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.inference import in_inference_mode, inference_tensors, note_inference_mode
 
 __all__ = ["dispatch", "find_route"]
 
 _MAX_ROUTES = 4096  # per op
 _NO_KWARGS: dict[str, Any] = {}
-_in_inference = torch.is_inference_mode_enabled
+_UNKNOWN = (
+    KeyError,
+    AttributeError,
+    IndexError,
+    TypeError,
+)  # not cached, a plain tensor, a missing argument, an argument that cannot be hashed
 at_simulation_end(lambda: forget_decisions(plans=False))  # routes refer to meshes, and these are gone
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run an op on DTensors: find the route of calls like this one, or choose one, and take it."""
-    entries = (active.get() or inherited()).routes
-    try:
-        entry, form, is_view, runs = entries[id(func)]
-    except KeyError:
-        entry, form, is_view, runs = _entry_of(entries, func)
-    if (
-        is_view
-        and args[0].is_inference() is not _in_inference()
-        and (mode := mode_of_view(func, args[0])) is not None
-    ):
-        with mode:
-            return dispatch(func, types, args, kwargs)
-    # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way
-    key: Any
-    if kwargs:
-        if form is ONE_TENSOR and len(args) == 1 and type(args[0]) is DTensor:
-            key = (args[0]._spec, *kwargs, *kwargs.values())
-        else:
-            key = call_key(entry, args, kwargs)
-    else:
-        kwargs = _NO_KWARGS
-        if form is ONE_TENSOR and type(args[0]) is DTensor:
+    if watched or inference_tensors or in_inference_mode():
+        return _dispatch(func, args, kwargs or _NO_KWARGS)
+    try:  # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way
+        entry, form, runs = (active.get() or inherited()).routes[id(func)]
+        key: Any
+        if kwargs:
+            if form is ONE_TENSOR and len(args) == 1:
+                key = (args[0]._spec, *kwargs, *kwargs.values())
+            else:
+                key = call_key(entry, args, kwargs)
+        elif form is ONE_TENSOR:
             if len(args) == 1:
                 key = args[0]._spec
             elif type(args[1]) is list:
                 key = (args[0]._spec, *args[1], args[2:])
             else:
                 key = (args[0]._spec, args[1:])
-        elif form is TWO_TENSORS and len(args) > 1 and type(args[0]) is DTensor and type(args[1]) is DTensor:
-            if len(args) == 2:
-                key = (args[0]._spec, args[1]._spec)
-            elif len(args) == 3 and type(args[2]) is DTensor:
-                key = (args[0]._spec, args[1]._spec, args[2]._spec)
+        elif form is TWO_TENSORS:
+            kind = type(args[1])
+            if kind is DTensor:
+                if len(args) == 2:
+                    key = (args[0]._spec, args[1]._spec)
+                elif len(args) == 3 and type(args[2]) is DTensor:
+                    key = (args[0]._spec, args[1]._spec, args[2]._spec)
+                else:
+                    key = call_key(entry, args, _NO_KWARGS)
+            elif kind is float and len(args) == 2 and entry[1]:
+                key = (args[0]._spec, float)
             else:
-                key = call_key(entry, args, kwargs)
+                key = call_key(entry, args, _NO_KWARGS)
         elif form is LIST and (specs := specs_of(args[0])) is not None:
             key = (args[1:], specs)
         else:
-            key = call_key(entry, args, kwargs)
+            key = call_key(entry, args, _NO_KWARGS)
+        run = runs[key]
+    except _UNKNOWN:
+        return _dispatch(func, args, kwargs or _NO_KWARGS)
+    return run(args, kwargs or _NO_KWARGS)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`dispatch` in every case: of a call that is not cached, in inference mode and after it, while moved views exist."""
+    note_inference_mode()
+    entry, _, runs = _entry_of((active.get() or inherited()).routes, func)
+    if (
+        entry.is_view
+        and args[0].is_inference() is not in_inference_mode()
+        and (mode := mode_of_view(func, args[0])) is not None
+    ):
+        with mode:
+            return _dispatch(func, args, kwargs)
+    key = call_key(entry, args, kwargs)
     run: Run | None
     try:
-        run = runs[key]
-    except KeyError:
-        run = None
+        run = runs.get(key)
     except TypeError:  # an argument that cannot be hashed: such calls are decided each time
         return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
-    if run is None:  # outside the handler, so that errors of the call do not mention the cache
+    if run is None:
         run = _choose(entry, key, args, kwargs)[1]
-    if not watched:
-        return run(args, kwargs)
     result = run(args, kwargs)
-    note_writes(func, args, kwargs)
+    if watched:
+        note_writes(func, args, kwargs)
     return result
 
 
-def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, bool, dict[Any, Run]]:
+def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, dict[Any, Run]]:
     """The entry of an op and what the hot path reads of it, as a plain tuple: a named one is unpacked by iteration."""
     known = entries.get(id(func))
     if known is None:
         entry = new_entry(func)
-        known = entries.setdefault(id(func), (entry, entry.form, entry.is_view, entry.runs))
+        known = entries.setdefault(id(func), (entry, entry.form, entry.runs))
     return known  # type: ignore[no-any-return]
 
 

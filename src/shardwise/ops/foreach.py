@@ -21,6 +21,7 @@ from shardwise.ops.foreach_norm import reduce_together
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication, to_layout
+from shardwise.tensor.inference import inference_tensors
 from shardwise.torch_internals.dispatcher import python_binding
 from shardwise.torch_internals.subclass import (
     bump_versions,
@@ -132,7 +133,7 @@ def _on_blocks(call: OpCall) -> Run | None:
     op = python_binding(func)
 
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refused = writes and refuses_writes(args[0])
+        refused = inference_tensors and writes and refuses_writes(args[0])
         if refused and len(args[0]) > 1:
             return each(args, kwargs)
         results = op(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import axes_of
+from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Placement, Replicate, Shard
 from shardwise.parallel.tree import map_tensors
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.mesh import root_mesh
 from shardwise.torch_internals.subclass import version
 
 __all__ = ["Boundary", "sharing_inputs"]
@@ -47,6 +50,10 @@ class Boundary:
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         return self  # a copy of a module is on the same mesh
 
+    def on(self, mesh: DeviceMesh) -> Boundary | None:
+        """The same for activations on a mesh with more axes, such as that of the data; None on one without this axis."""
+        return self if mesh is self.mesh else _lifted(self, mesh)
+
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the module takes them."""
         if self.inputs == "keep":
@@ -58,28 +65,45 @@ class Boundary:
         return result if self.outputs == "keep" else map_tensors(self._output, result)
 
     def _input(self, x: Tensor) -> Tensor:
-        if not self._is_activation(x):
+        if (axis := self._axis(x)) is None:
             return x
         wanted: Placement = Replicate() if self.inputs == "gather" else Shard(1)
         if self.inputs == "sequence" and x.dim() < 3:
             return x
-        return (_shared.get() or _SharedInputs()).get(x, _with_axis(x.sharding, self.axis, wanted))  # type: ignore[arg-type, attr-defined]
+        return (_shared.get() or _SharedInputs()).get(x, _with_axis(x.sharding, axis, wanted))  # type: ignore[arg-type, attr-defined]
 
     def _output(self, x: Tensor) -> Tensor:
-        if not self._is_activation(x):
+        if (axis := self._axis(x)) is None:
             return x
         layout: Layout = x.sharding  # type: ignore[attr-defined]
-        if self.outputs == "reduce" and all(a != self.axis for a, _ in layout.partial) and not self.scatter:
+        if self.outputs == "reduce" and all(a != axis for a, _ in layout.partial) and not self.scatter:
             return x
         sequence = x.dim() >= 3 and (
             self.outputs == "sequence" or (self.outputs == "reduce" and self.scatter)
         )
-        target = _with_axis(layout, self.axis, Shard(1) if sequence else Replicate())
+        target = _with_axis(layout, axis, Shard(1) if sequence else Replicate())
         return x if target is layout else x.redistribute(placements=target.placements)  # type: ignore[attr-defined]
 
-    def _is_activation(self, x: Tensor) -> bool:
-        """Whether a tensor is a floating-point DTensor on this mesh; indices and masks stay as they are."""
-        return isinstance(x, DTensor) and x.dtype.is_floating_point and x.device_mesh is self.mesh
+    def _axis(self, x: Tensor) -> int | None:
+        """The axis on the mesh of a floating-point DTensor; None for other tensors: indices and masks stay as they are."""
+        if not isinstance(x, DTensor) or not x.dtype.is_floating_point:
+            return None
+        if x.device_mesh is self.mesh:
+            return self.axis
+        on = _lifted(self, x.device_mesh)
+        return None if on is None else on.axis
+
+
+@lru_cache(maxsize=4096)
+def _lifted(boundary: Boundary, mesh: DeviceMesh) -> Boundary | None:
+    name = axes_of(boundary.mesh).names[boundary.axis]
+    names = axes_of(mesh).names
+    if root_mesh(mesh) is not root_mesh(boundary.mesh) or name not in names:
+        return None
+    return replace(boundary, mesh=mesh, axis=names.index(name))
+
+
+at_simulation_end(_lifted.cache_clear)
 
 
 @lru_cache(maxsize=4096)

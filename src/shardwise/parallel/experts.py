@@ -59,11 +59,12 @@ def run_experts(
     sums come back the same way. Otherwise the sum of the results is reduced, and in the backward pass that of the gradients of
     tokens and routing weights. Weights of experts and their gradients are not sent.
     """
-    given = _routed_tokens(original, module, boundary, args, kwargs)
-    if given is None:
+    given = _routed_tokens(original, (module, *args), kwargs)
+    on = None if given is None else boundary.on(given[0].device_mesh)
+    if given is None or on is None or not _runs_on_own_experts(module, given, on):
         args, kwargs = boundary.enter(args, kwargs)
         return boundary.leave(original(module, *args, **kwargs))
-    before = given[0].sharding
+    before, boundary = given[0].sharding, on
     if any(boundary.axis in f.axes for f in before.dims[0]):
         out = _exchanged_sum(original, module, boundary.axis, *_on_rows(given, boundary, before.dims[0]))
     else:
@@ -75,31 +76,30 @@ def run_experts(
 
 
 def _routed_tokens(
-    original: Callable[..., Any],
-    module: nn.Module,
-    boundary: Boundary,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DTensor, Tensor, Tensor] | None:
     """The tokens, the indices of their experts and the routing weights, or None if the call is of another kind."""
     try:
-        bound = _signature(original).bind(module, *args, **kwargs).arguments
+        bound = _signature(original).bind(*args, **kwargs).arguments
     except TypeError:
         return None  # the method itself says what is wrong
     given = list(bound.values())[1:]
     if len(given) != 3 or not all(isinstance(t, Tensor) and t.dim() == 2 for t in given):
         return None
     x, index, weights = given
-    if not isinstance(x, DTensor) or x.device_mesh is not boundary.mesh or index.shape != weights.shape:
+    if not isinstance(x, DTensor) or index.shape != weights.shape:
         return None
     if index.is_floating_point() or not weights.is_floating_point() or index.shape[0] != x.shape[0]:
         return None
+    return x, index, weights
+
+
+def _runs_on_own_experts(module: nn.Module, given: Sequence[Tensor], boundary: Boundary) -> bool:
+    """Whether each rank can run the module for its own experts: it has them, and the module draws no random numbers."""
     if any(isinstance(t, DTensor) and t.device_mesh is not boundary.mesh for t in given):
-        return None
+        return False
     random = module.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
-    return (
-        None if random or not all(_is_local(s, boundary) for s in slots_of(module)) else (x, index, weights)
-    )
+    return not random and all(_is_local(s, boundary) for s in slots_of(module))
 
 
 @cache

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.backends import mha
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, is_simulated
 from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, sharing_inputs
 from shardwise.parallel.experts import run_experts
 from shardwise.parallel.gradients import watch_gradients
-from shardwise.parallel.plain import differentiable_input, to_plain
+from shardwise.parallel.plain import module_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
@@ -40,7 +41,12 @@ def is_parallelized(module: nn.Module) -> bool:
 
 
 def wrap_method(
-    module: nn.Module, name: str, boundary: Boundary | None = None, *, plain: bool = True
+    module: nn.Module,
+    name: str,
+    boundary: Boundary | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    plain: bool = True,
 ) -> None:
     """Replace a method of a module by one that takes plain tensors inside it as replicated.
 
@@ -48,6 +54,7 @@ def wrap_method(
         module: the module, of which copies keep the method.
         name: the method: `forward`, or another that calls it.
         boundary: what happens to its inputs and outputs; only scope if None.
+        mesh: where plain parameters of the module must be equal, if there is no boundary, which has a mesh.
         plain: if it is called from outside and without DTensors, return plain tensors.
     """
     own = vars(module).get(name)
@@ -58,14 +65,17 @@ def wrap_method(
     if boundary is not None:
         vars(module)[_BOUNDARY] = boundary
     # bound, so that a deep copy of the module binds its copy
-    vars(module)[name] = MethodType(_wrapped(original, boundary, plain), module)
+    mesh = mesh if boundary is None else boundary.mesh
+    vars(module)[name] = MethodType(_wrapped(original, boundary, mesh, plain), module)
 
 
-def _wrapped(original: Callable[..., Any], boundary: Boundary | None, plain: bool) -> Callable[..., Any]:
+def _wrapped(
+    original: Callable[..., Any], boundary: Boundary | None, mesh: DeviceMesh | None, plain: bool
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not _inside.get():
-            return _from_outside(method, self, boundary, plain, args, kwargs)
+            return _from_outside(method, self, mesh, plain, args, kwargs)
         if boundary is None:
             return original(self, *args, **kwargs)
         if boundary.experts:
@@ -79,7 +89,7 @@ def _wrapped(original: Callable[..., Any], boundary: Boundary | None, plain: boo
 def _from_outside(
     method: Callable[..., Any],
     module: nn.Module,
-    boundary: Boundary | None,
+    mesh: DeviceMesh | None,
     plain: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -91,12 +101,11 @@ def _from_outside(
     """
     with _scope():
         given = list(tensors_in((args, kwargs)))
-        mesh = None if boundary is None else boundary.mesh
         if mesh is not None:
             check_plain_parameters(module, mesh)
             if torch.is_grad_enabled():
                 watch_gradients(module)
-            args, kwargs = map_tensors(lambda t: differentiable_input(t, mesh), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: module_input(t, mesh), (args, kwargs))
         result = method(module, *args, **kwargs)
         if not plain or any(isinstance(t, DTensor) for t in given):
             return result

@@ -14,6 +14,7 @@ from shardwise.comm import PerRank, coord_of
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.inference import note_inference_mode
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.dispatcher import transforms_are_active
@@ -124,6 +125,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, w: DTensor, b: DTensor | None, specs: _Specs) -> DTensor:
         ctx.save_for_backward(x, w)
         ctx.specs = specs
+        note_inference_mode()
         block = F.linear(x._local_tensor, w._local_tensor, None if b is None else b._local_tensor)
         return new_dtensor(DTensor, block, specs.out, False)  # type: ignore[no-any-return]
 

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of, current_mesh
-from shardwise.parallel.agreement import check_same_structure
+from shardwise.parallel.agreement import read_alike
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import is_parallelized, wrap_method
 from shardwise.parallel.keys import matching
+from shardwise.parallel.later_modules import watch_for_modules
 from shardwise.parallel.linear import run_on_blocks
 from shardwise.parallel.module_tensors import group_ties, slots_of
 from shardwise.parallel.parallel_style import ParallelStyle
@@ -64,6 +65,12 @@ def parallelize_module(
     [6:tp, 4] [4, 6:tp] Tensor
     """
     mesh = current_mesh(device_mesh, "parallelize_module")
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"parallelize_module got {type(module).__name__} for a module.\n"
+            "  why: A plan is about the parameters and calls of an nn.Module.\n"
+            "  fix: Pass the module; distribute_tensor(x, mesh, placements) distributes a single tensor."
+        )
     if not parallelize_plan:
         warnings.warn(
             "No parallelize_plan is provided and auto-parallel is not supported at the moment, so this parallelize_module "
@@ -79,10 +86,13 @@ def parallelize_module(
             "  why: A plan is a style, or a dictionary from names to styles.\n"
             '  fix: parallelize_module(module, mesh, {"layers.*.mlp.up": "colwise"})'
         )
-    styles, resolved = _read(module, mesh, parallelize_plan)
-    if src_data_rank is not None:
-        check_same_structure(
-            module, mesh, "parallelize_module", repr(sorted(map(str, parallelize_plan.items())))
+    plan = parallelize_plan
+    if src_data_rank is None:
+        styles, resolved = _read(module, mesh, plan)
+    else:
+        text = repr(sorted(map(str, plan.items())))
+        styles, resolved = read_alike(
+            lambda: _read(module, mesh, plan), module, mesh, "parallelize_module", text
         )
     ties = group_ties(slots_of(module))
     for style, child in styles:
@@ -140,3 +150,4 @@ def _apply_names(module: nn.Module, mesh: DeviceMesh, resolved: Resolved, src_da
     for name in _CALLING_FORWARD:
         if callable(getattr(module, name, None)):
             wrap_method(module, name)
+    watch_for_modules(module, default)

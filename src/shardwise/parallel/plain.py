@@ -10,14 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, is_simulated
 from shardwise.layout import Replicate
+from shardwise.tensor.consistency import check_equal
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["differentiable_input", "to_plain"]
+__all__ = ["module_input", "to_plain"]
 
 
-def differentiable_input(t: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A plain input whose gradient is wanted, replicated, so that its gradient is plain as well."""
-    if isinstance(t, DTensor) or not (t.requires_grad and torch.is_grad_enabled()):
+def module_input(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain input as the module takes it: replicated if its gradient is wanted, so that that is plain as well.
+
+    In a simulation also one that differs between ranks, of which some may be no ranks of one mesh: along other axes.
+    """
+    if isinstance(t, DTensor):
+        return t
+    if isinstance(t, PerRank):
+        check_equal(t, mesh, "A parallelized module")
+    elif not (t.requires_grad and torch.is_grad_enabled()):
         return t
     return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
 

@@ -2,11 +2,12 @@
 
 from shardwise.rules.call import Call, Local, Out, Slot
 from shardwise.rules.proof import Proof, RuleError, verify
-from shardwise.rules.rule import Candidate, Listed, Listing, Place, Row, Rule
+from shardwise.rules.rule import Candidate, Creates, Listed, Listing, Place, Row, Rule
 
 __all__ = [
     "Call",
     "Candidate",
+    "Creates",
     "Listed",
     "Listing",
     "Local",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardwise.layout import Placement
 from shardwise.rules.call import Call, Local
 from shardwise.rules.letters import Letters
 
-__all__ = ["Candidate", "Letters", "Listed", "Listing", "Place", "Row", "Rule"]
+__all__ = ["Candidate", "Creates", "Letters", "Listed", "Listing", "Place", "Row", "Rule"]
+
+Creates = Literal["", "memory", "values"]
+"""What an op creates without reading values: nothing, memory that is written later, or values."""
 
 
 def _is_float(dtype: str) -> bool:
@@ -116,14 +119,14 @@ class Row:
     """One op's entry in the table: its text, and the function that builds its rule for a call.
 
     If `reads` is False the rule does not depend on the values of numbers, and the cache key has only their types. If
-    `makes` is True the op creates a tensor without reading the values of its input, and gives it the input's layout if
-    the shapes are equal.
+    `makes` is not empty the op creates a tensor without reading the values of its input, and gives it the input's layout
+    if the shapes are equal: "memory" with its pending reductions, "values" without them, because each rank writes them.
     """
 
     text: str
     build: Callable[[Call], Rule | None]
     reads: bool = True
-    makes: bool = False
+    makes: Creates = ""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from shardwise.comm import Pending
 from shardwise.layout import Spec
 from shardwise.tensor.dtensor import DTensor, local_slot
+from shardwise.torch_internals.collectives import waiting
 from shardwise.torch_internals.subclass import make_wrapper
 
 __all__ = ["AsyncDTensor"]
@@ -38,6 +41,18 @@ class AsyncDTensor(DTensor):
         else:
             self._local_tensor = block
         return self
+
+    def unfinished_block(self) -> Tensor | None:
+        """The block as torch's `AsyncCollectiveTensor`, which waits when it is read; None if it must be unpacked first."""
+        coming = None if self._pending is None else self._pending.coming
+        return None if coming is None else waiting(coming)
+
+    def view(self, *shape: Any) -> Tensor:
+        """The tensor in another shape; in its own shape it does not wait."""
+        pending = self._pending
+        if pending is None or self.requires_grad or shape not in ((self.shape,), tuple(self.shape)):
+            return super().view(*shape)
+        return AsyncDTensor(pending, self._spec)
 
     @property
     def _local_tensor(self) -> Tensor:

@@ -17,6 +17,7 @@ from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, globa
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.redistribute import Redistribute, densify, grad_layout, move
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -126,6 +127,7 @@ class FromLocal(torch.autograd.Function):
         if spec.stride is None:
             return from_block(join_blocks(ranks, tuple(map(detached, blocks))), spec)
         if ranks is None:
+            note_inference_mode()
             return new_dtensor(DTensor, blocks[0].detach(), spec, False)  # type: ignore[no-any-return]
         return DTensor(join_blocks(ranks, tuple(b.view_as(b) for b in blocks)), spec)
 

@@ -71,9 +71,11 @@ def replicate(full: Tensor, mesh: DeviceMesh, *, simulated: bool = False) -> DTe
 
 
 def empty_like_block(t: Tensor) -> Tensor:
-    """The block of a rank that is not on the mesh: it has no elements."""
+    """The block of a rank that is not on the mesh: it has no elements, or is 0 for a tensor without dims."""
     first = first_rank(t)
-    return torch.zeros_like(first).requires_grad_(False) if is_sparse(first) else first.new_empty(0)
+    if is_sparse(first):
+        return torch.zeros_like(first).requires_grad_(False)
+    return first.new_zeros(()) if first.ndim == 0 else first.new_empty(0)
 
 
 def size_of(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
+from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import ShapeMethods
 from shardwise.torch_internals.dispatcher import read_schema
@@ -82,7 +84,15 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
         if not isinstance(local_tensor, PerRank) and local_tensor.requires_grad:
+            if not requires_grad:
+                warnings.warn(
+                    "The block of a new DTensor requires gradients, but the DTensor does not.\n"
+                    "  why: To construct a DTensor that autograd connects with its block there is from_local.\n"
+                    "  fix: DTensor.from_local(local, mesh, placements), or DTensor(local.detach(), spec)",
+                    stacklevel=2,
+                )
             local_tensor = local_tensor.detach()
+        note_inference_mode()
         return new_dtensor(cls, local_tensor, spec, requires_grad)  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +247,13 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         kind = type(index)  # `_is_simple` in place, for speed
-        if _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES:
+        if kind is tuple:
+            for i in index:
+                if type(i) not in _SIMPLE_INDICES:
+                    break
+            else:
+                return _getitem(self, index)  # type: ignore[no-any-return]
+        elif kind in _SIMPLE_INDICES:
             return _getitem(self, index)  # type: ignore[no-any-return]
         return _getitem(self, implementation.index_of(self, index))  # type: ignore[no-any-return]
 

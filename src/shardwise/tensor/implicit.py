@@ -75,7 +75,7 @@ def announce(op: Any, nbytes: int, why: str, fix: str = "Redistribute the operan
     if how == "allow" or _approved.get():
         return
     error = CommunicationError(
-        f"{op} would communicate {nbytes:,} B implicitly.",
+        f"Implicit redistribution: {op} would communicate {nbytes:,} B.",
         why=why,
         fix=f'{fix}, or allow it: with policy(implicit="allow"): ...',
     )

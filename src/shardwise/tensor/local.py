@@ -36,6 +36,7 @@ from shardwise.layout import (
     global_stride,
     unit_placements,
 )
+from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.autograd import FromLocal, ToLocal, join_blocks
 from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import empty_like_block, from_block
@@ -248,6 +249,10 @@ def _share_versions(view: DTensor) -> None:
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `DTensor.to_local`."""
     grads = None if grad_placements is None else _grads_layout(x._spec.layout, grad_placements, "to_local")
+    if type(x) is AsyncDTensor and not x.requires_grad:
+        unfinished = x.unfinished_block()
+        if unfinished is not None:
+            return unfinished
     _share_versions(x)
     local = x._local_tensor
     result = local

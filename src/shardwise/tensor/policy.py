@@ -43,7 +43,7 @@ def policy(
     ...         y = x + x                       # sends nothing
     ...         x.cumsum(0)
     Traceback (most recent call last):
-    shardwise.tensor.errors.CommunicationError: aten.cumsum.default would communicate 64 B implicitly.
+    shardwise.tensor.errors.CommunicationError: Implicit redistribution: aten.cumsum.default would communicate 64 B.
       why: It runs on [4, 4], so [4:tp, 4] must move: all-gather over tp: [4:tp, 4] -> [4, 4].
       fix: Redistribute the operands first, or allow it: with policy(implicit="allow"): ...
     """

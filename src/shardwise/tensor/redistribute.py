@@ -31,6 +31,7 @@ from shardwise.plan import plan_redistribute
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
+from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -123,6 +124,19 @@ def grad_layout(layout: Layout) -> Layout:
     return layout.with_partial({})
 
 
+@lru_cache(maxsize=4096)
+def _returned_layout(source: Layout, target: Layout, grad: Layout) -> Layout:
+    """The layout in which a gradient returns to the source of a redistribution to a target.
+
+    Where all three are pending sums, or averages, nothing was done and the terms go back as they are.
+    """
+    pending = {a: op for a, op in source.partial if op in ("sum", "avg")}
+    for layout in (target, grad):
+        there = dict(layout.partial)
+        pending = {a: op for a, op in pending.items() if there.get(a) == op}
+    return source.with_partial(pending)
+
+
 def to_layout(x: DTensor, target: Layout) -> DTensor:
     """A tensor in another layout, beneath autograd."""
     spec = x._spec
@@ -156,6 +170,7 @@ def move(x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtyp
     plan = plan_redistribute(spec.layout, target, dtype.itemsize)
     after = _moved_spec(spec, target, dtype, units)
     if not async_op or torch.compiler.is_compiling():
+        note_inference_mode()
         return new_dtensor(DTensor, run(plan, local, spec.mesh), after, False)  # type: ignore[no-any-return]
     block = start(plan, local, spec.mesh)
     return AsyncDTensor(block, after) if isinstance(block, Pending) else DTensor(block, after)
@@ -175,7 +190,7 @@ class Redistribute(torch.autograd.Function):
         forward: torch.dtype,
         backward: torch.dtype,
     ) -> DTensor:
-        ctx.source, ctx.dtype, ctx.dtypes = x._spec.layout, x.dtype, (forward, backward)
+        ctx.source, ctx.target, ctx.dtype, ctx.dtypes = x._spec.layout, target, x.dtype, (forward, backward)
         ctx.async_op, ctx.units = async_op, without_pending(x._spec.units)
         return move(x, target, units, async_op, forward)
 
@@ -183,7 +198,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         forward, backward = ctx.dtypes
-        target = grad_layout(ctx.source)
+        target = _returned_layout(ctx.source, ctx.target, grad._spec.layout)
         grad = densify(grad, target)
         if torch.is_grad_enabled() or has_tangent(grad):
             out = Redistribute.apply(grad, target, ctx.units, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]

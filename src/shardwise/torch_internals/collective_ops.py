@@ -55,7 +55,7 @@ def _counted_op(func: Any) -> Any:
 
 
 class CollectiveObserver(TorchDispatchMode):
-    """Call `seen(op)` for each collective that the program calls itself, not through a DTensor.
+    """Call `seen(op)` for each collective that the program calls itself, not through a DTensor, `others(op, args)` else.
 
     >>> seen = []
     >>> with CollectiveObserver(seen.append):
@@ -64,9 +64,12 @@ class CollectiveObserver(TorchDispatchMode):
     []
     """
 
-    def __init__(self, seen: Callable[[Any], None]) -> None:
+    def __init__(
+        self, seen: Callable[[Any], None], others: Callable[[Any, tuple[Any, ...]], None] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
+        self._others = others
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -92,4 +95,6 @@ class CollectiveObserver(TorchDispatchMode):
         op = _counted_op(func)
         if op is not None and not is_own_collective():
             self._seen(op)
+        if op is None and self._others is not None:
+            self._others(func, args)
         return func(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 __all__ = [
     "BROADCAST_FUNCTION",
@@ -25,6 +26,7 @@ __all__ = [
     "own_collectives",
     "reduce_scatter",
     "wait",
+    "waiting",
 ]
 
 BROADCAST_FUNCTION = "torch.distributed.nn.functional._Broadcast"
@@ -104,6 +106,15 @@ def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
 def wait(tensor: Tensor) -> Tensor:
     """Wait for the collective that returned this tensor, and return the tensor."""
     return _wait(tensor)  # type: ignore[no-any-return]
+
+
+def waiting(tensor: Tensor) -> Tensor:
+    """The tensor that a collective is writing, as torch hands it to programs: an op that reads it waits first.
+
+    >>> type(waiting(torch.zeros(2))).__name__
+    'AsyncCollectiveTensor'
+    """
+    return AsyncCollectiveTensor(tensor)
 
 
 _FUNCTIONAL = {

@@ -169,7 +169,9 @@ _FUNCTIONS = frozenset(
     "mm bmm mv addmm baddbmm t transpose permute clone _softmax _log_softmax sum mean amax amin "
     "zeros_like ones_like cat embedding unsqueeze native_layer_norm".split()
 )
-_METHODS = frozenset("detach select".split())
+_METHODS = frozenset(
+    "detach select add_ sub_ mul_ div_ neg_ sqrt_ zero_ fill_ copy_ addcmul_ addcdiv_ lerp_".split()
+)
 _NN_FUNCTIONS = frozenset("gelu silu mish softplus hardtanh hardswish hardsigmoid leaky_relu elu".split())
 
 

@@ -1,4 +1,7 @@
-"""Tensors created like others: in the same layout, without communication, whatever is pending."""
+"""Tensors created like others: in the same layout, without communication, whatever is pending.
+
+Memory of `new_empty` stays pending, as in torch; values are written by each rank, so nothing of them is pending.
+"""
 
 import pytest
 import torch
@@ -32,10 +35,23 @@ def test_a_tensor_created_like_another_has_its_layout(name, placement):
         with counting() as ledger:
             y = fn(x)
         assert ledger.collectives == 0
-        assert y.placements == ((placement,) if placement.is_shard() else (sw.Replicate(),))
+        is_memory = "new_empty" in name
+        assert y.placements == ((placement,) if placement.is_shard() or is_memory else (sw.Replicate(),))
         assert y.stride() == want.stride()
         for rank in y.full_tensor().ranks:
             torch.testing.assert_close(rank, want)
+
+
+def test_memory_of_another_dtype_and_random_values_are_not_pending():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.ones(5, 6), mesh, [sw.Partial()])
+        others = (x.new_empty(x.shape, dtype=torch.bool), torch.rand_like(x), torch.bernoulli(x, 0.5))
+        for y in others:
+            assert y.placements == (sw.Replicate(),)
+        with counting() as ledger:
+            assert torch.dropout(x, 0.5, True).placements == (sw.Partial(),)
+        assert ledger.collectives == 0
 
 
 @pytest.mark.parametrize("placement", [sw.Shard(0), sw.Partial()])

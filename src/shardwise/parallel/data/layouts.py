@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import axes_of
+from shardwise.comm import axes_of, lifted
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Factor, Layout, LayoutError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["DataAxes", "ParameterLayout", "common_mesh", "have_common_mesh", "lifted", "parameter_layout"]
+__all__ = ["DataAxes", "ParameterLayout", "common_mesh", "have_common_mesh", "parameter_layout"]
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,3 @@ def have_common_mesh(meshes: Sequence[DeviceMesh]) -> bool:
     return all(mesh is first or mesh == first for mesh in meshes) or all(
         root_mesh(mesh) is root and axes.issuperset(axes_of(mesh).names) for mesh in meshes
     )
-
-
-def lifted(layout: Layout, mesh: DeviceMesh, to: DeviceMesh) -> Layout:
-    """The same layout on a mesh with more axes, along which the tensor is replicated."""
-    if mesh is to or mesh == to:
-        return layout
-    ours, theirs = axes_of(mesh), axes_of(to)
-    index = [theirs.index(name) for name in ours.names]
-    dims = [[Factor(f.size, tuple(index[a] for a in f.axes)) for f in dim] for dim in layout.dims]
-    return Layout(theirs, dims, {index[a]: op for a, op in layout.partial})

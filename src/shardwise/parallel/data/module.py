@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -273,14 +274,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "  fix: Pass the name of one of its methods."
         )
     cls = type(module)
-    original: Callable[..., Any] = getattr(cls, method_name)
+    own = vars(module).get(method_name)
+    # parallelize_module binds a function of its own, which a method of the class would not replace
+    bound = own if isinstance(own, MethodType) and own.__self__ is module else None
+    original: Callable[..., Any] = getattr(cls, method_name) if bound is None else bound.__func__
 
     @functools.wraps(original)
     def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
-        bound = functools.partial(original, self)
-        return bound(*args, **kwargs) if state is None else state.call(bound, args, kwargs)
+        call = functools.partial(original, self)
+        return call(*args, **kwargs) if state is None else state.call(call, args, kwargs)
 
+    if bound is not None:
+        vars(module)[method_name] = MethodType(gathered, module)
+        return
     # a class of its own: other instances of the module's class keep their method, and copies have the same
     methods: Mapping[str, Any] = {method_name: gathered, "__module__": cls.__module__}
     module.__class__ = type(cls.__name__, (cls,), dict(methods))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, per_rank
+from shardwise.comm import PerRank, lifted, per_rank
 from shardwise.layout import Layout
-from shardwise.parallel.data.layouts import lifted
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.dtensor import DTensor

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of
+from shardwise.comm import PerRank, axes_of, lifted
 from shardwise.layout import Layout, Spec, contiguous_stride
-from shardwise.parallel.data.layouts import ParameterLayout, lifted
+from shardwise.parallel.data.layouts import ParameterLayout
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.modules import own_parameters, set_parameter
 from shardwise.torch_internals.subclass import version

@@ -25,11 +25,15 @@ def _local(call: Call, place: Place) -> Local | None:
     return Local(((call.op, (), args),))
 
 
-_ROW = Row("creates a tensor, in the layout of the first one if the shapes are equal", _build, makes=True)
+_TEXT = "creates a tensor, in the layout of the first one if the shapes are equal"
+_VALUES = Row(_TEXT, _build, makes="values")
+_MEMORY = Row(f"{_TEXT}; pending reductions stay", _build, makes="memory")
 
-ROWS: dict[str, Row] = dict.fromkeys(
-    op_names(
-        "zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty new_empty_strided"
+# Memory of `empty_like` counts as values: torch writes the masks of dropout to it, and the product of a pending tensor
+# and a pending mask would have to reduce one of them.
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(
+        op_names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full"), _VALUES
     ),
-    _ROW,
-)
+    **dict.fromkeys(op_names("new_empty new_empty_strided"), _MEMORY),
+}
