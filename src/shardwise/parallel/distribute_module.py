@@ -17,6 +17,7 @@ from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import is_parallelized, wrap_method
 from shardwise.parallel.module_tensors import device_problems, group_ties, slots_of
 from shardwise.parallel.placing import place_tensors, restore_ties
+from shardwise.parallel.recurrent import run_batches_on_blocks
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["distribute_module"]
@@ -75,6 +76,8 @@ def distribute_module(
     vars(module)["_distribute_module_applied"] = True
     _register_input_fn(module, mesh, input_fn)
     _register_output_fn(module, mesh, output_fn)
+    for child in module.modules():
+        run_batches_on_blocks(child)
     if not is_parallelized(module):
         wrap_method(module, "forward", Boundary(mesh, 0), plain=False)
     return module

@@ -19,6 +19,7 @@ from shardwise.parallel.module_tensors import group_ties, slots_of
 from shardwise.parallel.parallel_style import ParallelStyle
 from shardwise.parallel.placing import place_tensors, restore_ties
 from shardwise.parallel.plan import PlanError, Resolved, plan_axis, plan_error, read_names, unmatched_problem
+from shardwise.parallel.recurrent import run_batches_on_blocks
 
 __all__ = ["parallelize_module"]
 
@@ -146,6 +147,7 @@ def _apply_names(module: nn.Module, mesh: DeviceMesh, resolved: Resolved, src_da
             continue
         if child is module or name in resolved.boundaries or any(True for _ in child.parameters()):
             run_on_blocks(child)
+            run_batches_on_blocks(child)
             wrap_method(child, "forward", resolved.boundaries.get(name, default))
     for name in _CALLING_FORWARD:
         if callable(getattr(module, name, None)):
