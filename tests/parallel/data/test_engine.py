@@ -411,6 +411,22 @@ def test_methods_other_than_forward_and_evaluation():
         share_comm_ctx([model, other])
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_parameters_that_inference_gathered_are_trained_with(dtype):
+    """The outermost module keeps its parameters gathered: evaluation comes first, and the same blocks are used again."""
+    with simulate(2):
+        model = build("mlp")
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        other = copy.deepcopy(model)
+        x = inputs()
+        with torch.inference_mode():
+            model(x)
+        for m in (model, other):
+            m(x).pow(2).sum().backward()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(full(p.grad), full(q.grad))
+
+
 def test_an_exception_in_the_middle_of_a_step_leaves_the_model_ready():
     with simulate(2):
         expected = train("mlp", "freed", (2,), 1, 1)

@@ -72,6 +72,10 @@ class GatheredBlocks:
 
     def start(self, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
         """Begin to gather, unless it has begun."""
+        if torch.is_inference_mode_enabled():  # a pass outside of it may use the same blocks
+            with torch.inference_mode(False), torch.no_grad():
+                self.start(slots, mesh, param_dtype)
+            return
         stamp: tuple[object, ...] = tuple([slot.stamp() for slot in slots])
         if stamp == self._last:
             stamp = self._last
@@ -102,6 +106,9 @@ class GatheredBlocks:
         self, owner: Owner, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None
     ) -> list[Tensor]:
         """The gathered blocks of the parameters as they are now."""
+        if torch.is_inference_mode_enabled():  # as in `start`
+            with torch.inference_mode(False), torch.no_grad():
+                return self.wait(owner, slots, mesh, param_dtype)
         self.start(slots, mesh, param_dtype)
         if self._here is None and self._coming is not None:
             (stamp, coming), self._coming = self._coming, None
