@@ -12,7 +12,7 @@ DEMO ?=
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-torch lint format bench sweep models refusals rules docs clean
+.PHONY: help demo test test-deep test-torch lint format bench sweep clients models refusals rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,8 +23,9 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-$(DEV): $(READY) requirements-dev.txt requirements-clients.txt
+$(DEV): $(READY) requirements-dev.txt requirements-clients.txt requirements-torchtitan.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-clients.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-torchtitan.txt
 	@touch $@
 
 demo: $(READY)  ## train a language model on 4 processes and on one, and compare (DEMO="--steps 20")
@@ -68,6 +69,10 @@ bench: $(DEV)  ## bytes, collectives, planning time and overhead next to torch's
 
 sweep: $(DEV)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)
+
+clients: $(DEV)  ## torch's own clients, transformers, accelerate, peft and torchtitan under install, all modes; writes the tables of docs/clients.md
+	SHARDWISE_DEEP=1 $(BIN)/python -m pytest tests/drop_in
+	$(BIN)/python -m tests.drop_in.table
 
 models: $(DEV)  ## every model of transformers that carries a plan, tiny, against dense (MODELS="--only qwen3 --steps 5")
 	$(BIN)/python -m benchmarks.models $(MODELS)

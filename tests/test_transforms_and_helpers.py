@@ -71,6 +71,7 @@ def test_linearize(mesh, placements):
         lambda x, w: (w * 2).T @ x.T,
         lambda x, w: torch.softmax(x @ w, -1).sum(),
         lambda x, w: grad(lambda x: (x @ w).sin().sum())(x),
+        lambda x, w: torch.ops.aten.t_((x @ w).unsqueeze_(0).squeeze_(0)) * 2,
     ],
 )
 def test_make_fx_with_captured_tensors(mesh, f):
@@ -210,6 +211,16 @@ def test_fft_where_blocks_are_empty(mesh, shape, placements):
         (want.abs() ** 2).sum().backward()
         (got.abs() ** 2).sum().backward()
         same(leaf.grad, x.grad)
+
+
+def test_blocks_that_are_empty_before_the_last_one():
+    """7 on 2 and then 3 ranks are 2, 2, 0 and 1, 1, 1: an op that refuses empty blocks must not run on them."""
+    with sw.simulate(6):
+        mesh = sw.init_device_mesh("cpu", (2, 3), mesh_dim_names=("tp", "dp"))
+        x = randn(4, 7)
+        on_both = spread(x, mesh, "1 1")
+        for f in (lambda x: torch.fft.rfft(x, dim=0), lambda x: x.t().max(1).values, lambda x: x.argmin(0)):
+            same(f(on_both), f(x))
 
 
 @pytest.mark.parametrize("pending", [False, True])

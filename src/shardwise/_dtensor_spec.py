@@ -54,3 +54,21 @@ class DTensorSpec(metaclass=_SpecType):
         use_strided_shard_as_shard_order: bool | None = None,
     ) -> Any:
         return placed_spec(mesh, placements, tensor_meta, shard_order)
+
+    @staticmethod
+    def format_shard_order_str(
+        placements: Sequence[Placement], shard_order: Sequence[ShardOrderEntry] | None = None
+    ) -> str:
+        """The placements as printed graphs show them; where several axes split a dim, each with its position among them.
+
+        >>> import shardwise as sw
+        >>> DTensorSpec.format_shard_order_str((sw.Shard(0), sw.Replicate()))
+        'S(0)R'
+        """
+        positions = {
+            axis: f"[{i}]"
+            for entry in shard_order or ()
+            if len(entry.mesh_dims) > 1
+            for i, axis in enumerate(entry.mesh_dims)
+        }
+        return "".join(f"{p}{positions.get(axis, '')}" for axis, p in enumerate(placements))

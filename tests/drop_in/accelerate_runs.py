@@ -6,6 +6,7 @@ accelerate chooses FSDP for accelerators only. `_accelerator` says that the proc
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from typing import Any
 
@@ -64,7 +65,7 @@ def _prepared(mode: str, **how: Any) -> tuple[Accelerator, Any, nn.Module, nn.Mo
     return accelerator, optimizer, model, dense
 
 
-def train(mode: str, **how: Any) -> dict[str, Any]:
+def train(mode: str, steps: int = 2, **how: Any) -> dict[str, Any]:
     """Train on all ranks and on one device, with accumulation and clipping: the greatest difference of each kind."""
     warnings.simplefilter("ignore")
     with Float64():
@@ -72,12 +73,16 @@ def train(mode: str, **how: Any) -> dict[str, Any]:
         dense_optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-2)
         out: dict[str, Any] = {"split": sum(hasattr(p, "placements") for p in model.parameters())}
         data_parallel = accelerator.parallelism_config.data_parallel_size
-        for step in range(2):
+        times = []
+        for step in range(steps):
+            times.append(0.0)
             for i in range(2):
                 tokens = _tokens(10 * step + i)
                 mine = tokens.chunk(data_parallel)[dist.get_rank() * data_parallel // dist.get_world_size()]
                 with accelerator.accumulate(model):
+                    begin = time.perf_counter()
                     accelerator.backward(model(input_ids=mine, labels=mine).loss)
+                    times[-1] += time.perf_counter() - begin
                     (dense(input_ids=tokens, labels=tokens).loss / 2).backward()
                     if accelerator.sync_gradients:
                         if step == 0:
@@ -86,8 +91,11 @@ def train(mode: str, **how: Any) -> dict[str, Any]:
                         out["norm"] = _worst([norm], [nn.utils.clip_grad_norm_(dense.parameters(), 0.5)])
                         dense_optimizer.step()
                         dense_optimizer.zero_grad()
+                    begin = time.perf_counter()
                     optimizer.step()
                     optimizer.zero_grad()
+                    times[-1] += time.perf_counter() - begin
+        out["ms"] = min(times) * 1e3
         pairs = [[_full(p).detach() for p in m.parameters()] for m in (model, dense)]
         out["parameters"] = _worst(*pairs)
         state = accelerator.get_state_dict(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ def _like(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(values, p.device_mesh, p.placements) if isinstance(p, DTensor) else values
 
 
-def train(targets: list[str], mode: str = "tp", name: str = "Llama") -> dict[str, Any]:
-    """Train the adapters for two steps, merge them: the greatest difference from one device of each kind."""
+def train(
+    targets: list[str], mode: str = "tp", steps: int = 2, clip: bool = True, merge: bool = True
+) -> dict[str, Any]:
+    """Train the adapters, merge them: the greatest difference from one device of each kind."""
     with Float64():
-        dense, model, _ = load(name, mode)
+        dense, model, _ = load("Llama", mode)
         config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
         dense, model = get_peft_model(dense, config), get_peft_model(model, config)
         for m in (dense, model):
@@ -41,22 +44,35 @@ def train(targets: list[str], mode: str = "tp", name: str = "Llama") -> dict[str
         out: dict[str, Any] = {
             "split": sum(hasattr(p, "placements") for n, p in model.named_parameters() if "lora_" in n)
         }
-        for step in range(2):
+        times = []
+        for step in range(steps):
+            begin = time.perf_counter()
             for i in range(2):
                 tokens = _tokens(10 * step + i)
-                losses = [m(input_ids=tokens, labels=tokens).loss for m in (model, dense)]
-                for loss in losses:
-                    loss.backward()
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+            times.append(time.perf_counter() - begin)
+            for i in range(2):
+                tokens = _tokens(10 * step + i)
+                want = dense(input_ids=tokens, labels=tokens).loss
+                want.backward()
             if step == 0:
                 out["gradients"] = _gradients(model, dense)
-            norms = [_full(nn.utils.clip_grad_norm_(m.parameters(), 1.0)) for m in (model, dense)]
-            out["norm"] = _worst(norms[:1], norms[1:])
-            out["loss"] = _worst([_full(losses[0]).detach()], [losses[1].detach()])
+            if clip:
+                norms = [_full(nn.utils.clip_grad_norm_(m.parameters(), 1.0)) for m in (model, dense)]
+                out["norm"] = _worst(norms[:1], norms[1:])
+            out["loss"] = _worst([_full(loss).detach()], [want.detach()])
+            begin = time.perf_counter()
+            optimizers[0].step()
+            times[-1] += time.perf_counter() - begin
+            optimizers[1].step()
             for optimizer in optimizers:
-                optimizer.step()
                 optimizer.zero_grad()
+        out["ms"] = min(times) * 1e3
         pairs = [[_full(p).detach() for p in m.parameters()] for m in (model, dense)]
         out["parameters"] = _worst(*pairs)
+        if not merge:
+            return out
         merged, wanted = (m.merge_and_unload() for m in (model, dense))
         pairs = [[_full(p).detach() for p in m.parameters()] for m in (merged, wanted)]
         out["merged"] = _worst(*pairs)

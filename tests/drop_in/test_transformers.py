@@ -13,27 +13,31 @@ from tests.drop_in.client import Run, prepared
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 HERE = "tests.drop_in.transformers_runs"
 KINDS = ("norm", "loss", "parameters", "saved", "merged", "merged loss")
-GRAD_HOOKS = ("Qwen3", "Gemma 3", "Qwen3-MoE")
-"""Families whose norms transformers reduces in a hook, which is right for one micro-batch per step only."""
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed"),
 ]
 CASES = [
-    ("Llama", "tp", 2),
+    ("Qwen3", "tp", 2),
     *(
         [
-            *((name, "tp", 2) for name in (*GRAD_HOOKS, "Phi-3", "Mixtral", "DeepSeek-V3")),
-            ("Llama", "tp", 4),
+            *(
+                (name, "tp", 2)
+                for name in ("Llama", "Gemma 3", "Phi-3", "Mixtral", "Qwen3-MoE", "DeepSeek-V3")
+            ),
             ("Llama", "fsdp", 2),
             ("Llama", "fsdp x tp", 4),
             ("Mixtral", "fsdp x tp", 4),
             ("Mixtral", "ep", 2),
+            ("Mixtral", "fsdp x ep", 4),
+            ("Mixtral", "fsdp x ep, dispatched", 2),
+            ("Mixtral", "fsdp x ep, dispatched", 4),
         ]
         if DEEP
         else []
     ),
 ]
+UNEVEN = [("Llama", 2), ("Phi-3", 2), ("Mixtral", 2)] if DEEP else []
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,17 @@ def _worst(found: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(("name", "mode", "world"), CASES)
 def test_training_generation_and_saving_equal_one_device(run: Run, name: str, mode: str, world: int):
-    micro = 1 if name in GRAD_HOOKS else 2
-    for found in run(f"{HERE}:train", world=world, name=name, mode=mode, micro=micro):
+    for found in run(f"{HERE}:train", world=world, name=name, mode=mode):
         assert found["split"] >= 10
+        assert found["gradients"] == {}
+        assert found["generates alike"]
+        assert _worst(found) < 1e-9
+
+
+@pytest.mark.parametrize(("name", "world"), UNEVEN)
+def test_widths_that_ranks_do_not_divide(run: Run, name: str, world: int):
+    uneven = {"intermediate_size": 33, "vocab_size": 65}
+    for found in run(f"{HERE}:train", world=world, name=name, mode="tp", **uneven):
         assert found["gradients"] == {}
         assert found["generates alike"]
         assert _worst(found) < 1e-9
@@ -81,3 +93,8 @@ def test_peft_trains_and_merges_adapters_as_on_one_device(run: Run, targets: lis
         assert found["split"] >= 4
         assert found["gradients"] == {}
         assert _worst(found) < 1e-9
+
+
+def test_compiled_functions(run: Run):  # here, because transformers has imported what compiling needs
+    for found in run("tests.drop_in.torch_runs:compiled", world=2 if DEEP else 1):
+        assert max(found.values()) < 1e-12

@@ -297,3 +297,25 @@ def tensors() -> list[str]:
 
     check("foreach", DTensor in optimizer._foreach_supported_types)
     return wrong
+
+
+def compiled() -> dict[str, float]:
+    """`torch.compile` of a function of DTensors: the greatest difference of results and gradients from eager."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def function(x: Tensor) -> Tensor:
+        return (x * 2).sin()
+
+    out = {}
+    full = _batch(0)
+    dense = full.clone().requires_grad_()
+    function(dense).sum().backward()
+    x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+    y = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    y.sum().backward()
+    out["result"] = (_full(y) - function(full)).abs().max().item()
+    out["gradient"] = (_full(x.grad) - dense.grad).abs().max().item()
+    return out

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
-__all__ = ["differs", "same_up_to_rounding"]
+__all__ = ["differs", "same_up_to_rounding", "widened"]
 
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 _WIDE |= {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
@@ -71,7 +71,7 @@ def same_up_to_rounding(run: Callable[..., Any], mine: Any, dense: Any, draws: b
     draws random numbers (`draws`) has other ones in a wide dtype; its trials use the given dtype, and the dense result
     counts as true.
     """
-    wide = _copied if draws else _widened
+    wide = _copied if draws else widened
     try:
         truth = dense if draws else run(wide)
         trials = [_trial(run, seed, wide) for seed in range(_TRIALS)]
@@ -98,10 +98,12 @@ def _all_close(mine: Any, dense: Any, truth: Any, trials: list[Any], more: list[
             got = torch.zeros_like(want) if got is None else got
             if not differs(got, want):
                 continue
-            if want.layout is not torch.strided:
-                return False  # sparse results are compared by the tolerance alone
+            true = truth[which][number]
             others, rest = ([t[which][number] for t in found] for found in (trials, more))
-            if not _close(got, want, truth[which][number], others, rest):
+            if want.layout is not torch.strided:
+                got, want, true = got.to_dense(), want.to_dense(), true.to_dense()
+                others, rest = [t.to_dense() for t in others], [t.to_dense() for t in rest]
+            if not _close(got, want, true, others, rest):
                 return False
     return True
 
@@ -110,7 +112,8 @@ def _copied(t: Tensor) -> Tensor:
     return t.detach().clone()
 
 
-def _widened(t: Tensor) -> Tensor:
+def widened(t: Tensor) -> Tensor:
+    """A copy of a tensor in a dtype where rounding does not matter."""
     return t.detach().to(_WIDE.get(t.dtype, t.dtype)).clone()
 
 
@@ -122,8 +125,8 @@ class _Rounding(TorchDispatchMode):
         self.generator, self.unit = torch.Generator().manual_seed(seed), 0.0
 
     def rounded(self, t: Tensor, narrow: torch.dtype | None = None, given: Sequence[Tensor] = ()) -> Tensor:
-        if not (t.dtype.is_floating_point or t.dtype.is_complex):
-            return t
+        if t.layout is not torch.strided or not (t.dtype.is_floating_point or t.dtype.is_complex):
+            return t  # the values of a sparse tensor were rounded before it was made of them
         if narrow is not None:
             self.unit = max(self.unit, torch.finfo(narrow).eps)
         unit = self.unit or torch.finfo(t.dtype).eps  # computed from integers: it rounds in its own dtype
@@ -139,8 +142,12 @@ class _Rounding(TorchDispatchMode):
         out = resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
         if any(a.alias_info is not None for a in func._schema.arguments):
             return out  # a view or an in-place op: the memory is that of an input
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype != torch.bool]
+        given = [t for t in tree_leaves((args, kwargs)) if _is_strided(t) and t.dtype != torch.bool]
         return tree_map_only(Tensor, lambda t: self.rounded(t, given=given), out)
+
+
+def _is_strided(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.layout is torch.strided
 
 
 def _is_copied(t: Tensor, given: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """Plans, modules and meshes that do not fit: one error for all problems, before anything changes."""
 
 import pytest
+import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.comm.launch import Workers
 from shardwise.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PlanError,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -52,6 +54,7 @@ PLANS = [
     (mlp, {"layers.0": "colwise"}, r"'layers.0' matches no module or parameter; near misses: 0"),
     (mlp, {"0": ColwiseParallel(), "2": "rowwise"}, r"use_local_output=False"),
     (tied, {"embed": "embedding_colwise", "head": "colwise"}, r"one tied parameter"),
+    (mlp, {0: "colwise"}, r"the key 0 is no string; write '0'"),
     (lambda: nn.Linear(4, 3), {"": "packed_colwise"}, r"does not hold 2 projections"),
 ]
 
@@ -108,6 +111,22 @@ def test_a_module_is_distributed_once(mesh):
         parallelize_module(styled, mesh["tp"], {"0": ColwiseParallel()})
 
 
+def test_parameters_on_another_device_and_things_that_are_no_modules(mesh):
+    other = sw.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    text = r"0.weight on cpu.* and the mesh has cuda devices; module.to\('cuda'\) first"
+    for plan in ({"0": "colwise"}, {"2.weight": "[o, i:tp]"}):
+        with pytest.raises(PlanError, match=text):
+            parallelize_module(mlp(), other, plan)
+    for style in (ColwiseParallel(), SequenceParallel()):
+        with pytest.raises(PlanError, match=r"weight on cpu.*module.to\('cuda'\) first"):
+            parallelize_module(mlp(), other["tp"], {"2": style})
+    with pytest.raises(sw.LayoutError, match=text):
+        sw.distribute_module(mlp(), other)
+    for call in (sw.distribute_module, lambda x, m: parallelize_module(x, m, {"": "colwise"})):
+        with pytest.raises(TypeError, match="Tensor for a module"):
+            call(torch.ones(3), mesh)
+
+
 def test_layouts_of_values_that_are_not_there():
     with pytest.raises(sw.LayoutError, match="should have same length"):
         PrepareModuleOutput(output_layouts=(sw.Shard(0), None), desired_output_layouts=(sw.Shard(1),))
@@ -122,19 +141,45 @@ def test_no_plan_is_a_warning(mesh):
         parallelize_module(mlp(), mesh)
 
 
-def _different_structures() -> str:
+class _Own(ParallelStyle):
+    """A style without a text of its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: sw.DeviceMesh) -> nn.Module:
+        return sw.distribute_module(module, device_mesh)
+
+
+def _different_structures() -> list[str]:
+    """The errors on this rank: rank 2 has another size, another module, or a parameter on another mesh."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    module = nn.Sequential(nn.Linear(4, 6 + (mesh.get_rank() == 2)), nn.GELU())
-    try:
-        parallelize_module(module, mesh, {"0": "colwise"})
-    except sw.LayoutError as error:
-        return str(error)
-    return ""
+    odd = mesh.get_rank() == 2
+    parallelize_module(nn.Linear(4, 4), mesh, _Own())
+    distributed = sw.distribute_module(mlp(), mesh)
+    calls = [
+        lambda: parallelize_module(nn.Sequential(nn.Linear(4, 6 + odd)), mesh, {"0": "colwise"}),
+        lambda: parallelize_module(
+            mlp() if odd else mlp()[:2], mesh, {"0": "colwise", "2.weight": "[o, i:tp]"}
+        ),
+        lambda: parallelize_module(mlp(), mesh, {"0": "colwise" if odd else "colwize"}),
+        lambda: parallelize_module(mlp(), mesh, {"0": "colwize"}),
+        lambda: sw.distribute_module(distributed if odd else mlp(), mesh),
+    ]
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except sw.LayoutError as error:
+            errors.append(str(error))
+    return errors
 
 
 @pytest.mark.processes
 def test_ranks_with_different_modules_raise_alike(workers: Workers):
     messages = workers.run(_different_structures)
-    assert len(set(messages)) == 1
-    assert "different structure: rank 0 has ['0.bias: (6,) torch.float32'" in messages[0]
-    assert "rank 2 has ['0.bias: (7,)" in messages[0]
+    assert messages == [messages[0]] * 4
+    sizes, missing, styles, unknown, twice = messages[0]
+    assert "different structure: rank 0 has ['0.bias: (6,) torch.float32'" in sizes
+    assert "rank 2 has ['0.bias: (7,)" in sizes
+    assert "'2.weight' matches no module" in missing
+    assert "unknown style 'colwize'" in styles
+    assert unknown.startswith("parallelize_module got a plan with 1 problem")
+    assert "the problem: distribute_module should only be called once" in twice

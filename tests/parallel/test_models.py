@@ -127,6 +127,8 @@ def test_a_model_equals_one_device(name, plan, shape):
     check(name, plan, shape, accumulate=2 if shape == (2, 2) else 1)
 
 
+# torch warns once per process, on one device as well, of a norm in bfloat16 with weights in float32
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @settings(max_examples=60 if DEEP else 3)
 @given(
     st.sampled_from(EVERY),

@@ -225,7 +225,7 @@ class Drawing:
         index = "..." if not x.dim() else self.index(x)
         try:
             target = eval(f"x[{index}]", {"x": x.detach()})
-        except IndexError:
+        except (IndexError, RuntimeError):  # the latter of an inference tensor, in some versions of its views
             return f"{name}.zero_()"
         if target.dim() and self.rng.random() < 0.4:
             return f"{name}[{index}] = {self.operand(target) if not _shares_any(self.pool(), x) else self.number(x)}"

@@ -253,6 +253,8 @@ PROGRAMS_OF_THE_ISSUE |= {
     for op in (
         "y.t_(), z.t_()", "y.transpose_(0, 1), z.swapaxes_(1, 0)", "y.unsqueeze_(0), z.unsqueeze_(-1)",
         "y.squeeze_(), z.swapdims_(0, -1)", "y.as_strided_((4, 4), (1, 4)), torch.as_strided_(z, (2, 2), (1, 4))",
+        "torch.ops.aten.t_(y), torch.ops.aten.transpose_.default(z, 0, 1)", "torch.Tensor.t_(y), torch.ops.aten.swapaxes_(z, 0, 1)",
+        "torch.ops.aten.unsqueeze_(y, dim=0), torch.ops.aten.squeeze_(self=z)",
     )
 } | {
     "a tensor without grad changes its shape": """
@@ -330,6 +332,16 @@ PROGRAMS_OF_THE_ISSUE |= {
         t = y.grad + 0
         y.sum().backward()
         u = y.grad + 0""",
+    "ops that write to some of the elements of a view that overlaps itself": """
+        x = make((8, 2), L)
+        i = make((1,), R, "int64") % 7
+        y = x.unfold(0, 2, 1)
+        y[i] = y[i].clone() * 2
+        check()
+        y.index_fill_(0, i, 5.0)
+        y.masked_fill_(make((2,), R) > 0, 1.0)
+        with torch.inference_mode(): y.fill_(2)
+        y[2:4].index_add_(0, i * 0, make((1, 2, 2), L))""",
     "in-place ops that inference mode passes on whole": """
         x = make((4, 4), L, "int64")
         with torch.inference_mode(): x &= 3

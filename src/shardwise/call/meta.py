@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from typing import Any
 
@@ -14,7 +16,7 @@ from shardwise.call.arguments import map_leaves
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["REFUSALS", "infer_outputs", "on_meta", "statistic_dtype"]
+__all__ = ["REFUSALS", "infer_outputs", "on_meta", "remember_outputs", "statistic_dtype"]
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
@@ -24,6 +26,19 @@ REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, Ari
 
 Other exceptions are not about the call, and are not caught.
 """
+
+
+_remembered: ContextVar[dict[Any, list[Any] | None] | None] = ContextVar("remembered_outputs", default=None)
+
+
+@contextmanager
+def remember_outputs() -> Iterator[None]:
+    """Infer the outputs of equal calls once inside the block, for a proof that runs one call in many layouts."""
+    token = _remembered.set({})
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
 
 
 def infer_outputs(
@@ -37,6 +52,30 @@ def infer_outputs(
         kwargs: its keyword arguments.
         warn: log if the outputs cannot be inferred, because a registered rule of the op is then not used.
     """
+    known = _remembered.get()
+    if known is None:
+        return _infer_outputs(func, args, kwargs, warn)
+    try:
+        key = (func, *map(_described, args), *((k, _described(v)) for k, v in kwargs.items()))
+        is_known = key in known
+    except (TypeError, RuntimeError):  # an argument that cannot be hashed, or has no strides
+        return _infer_outputs(func, args, kwargs, warn)
+    if not is_known:
+        known[key] = _infer_outputs(func, args, kwargs, warn)
+    found = known[key]
+    return None if found is None else list(found)
+
+
+def _described(value: Any) -> Any:
+    """What a meta kernel can see of an argument, as part of a key."""
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_described, value))
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return type(value), value
+
+
+def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warn: bool) -> list[Any] | None:
     kernel = _KERNELS.get(func, func)
     try:
         result = kernel(*on_meta(args), **on_meta(kwargs))

@@ -6,17 +6,18 @@ those in memory (`conj`), it is a `MovedView`: a function of its base, computed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from shardwise.call.arguments import replace_tensors
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
-from shardwise.call.overlap import check_overlap, is_repeated, repeated_error
+from shardwise.call.overlap import FILLS, check_overlap, is_repeated, repeated_error
 from shardwise.call.schema import op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
 from shardwise.call.view_mode import mode_of_view
@@ -153,6 +154,11 @@ class ViewSource:
 
     def _write_to_root(self, value: DTensor) -> None:
         """Write only the elements of this view: those of its base may occur in it more than once."""
+        self.write_as(lambda view: map_ranks(copy_into, view, gather(self.func, value)))
+        self.seen = self.memory.state(self.roots)
+
+    def write_as(self, write: Callable[[Tensor], object]) -> None:
+        """Call a function with the view as one of the gathered memory, and write back what it wrote."""
         chain = _chain(self)
         root = chain[-1].base
         full = gather(self.func, root)
@@ -162,10 +168,9 @@ class ViewSource:
             view = view if source.number is None else view[source.number]
         if self.lazy_bits()[1]:
             view = map_ranks(aten._neg_view.default, view)
-        map_ranks(copy_into, view, gather(self.func, value))
+        write(view)
         write_back(self.func, root, full)
         note_write(self.roots[0])
-        self.seen = self.memory.state(self.roots)
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
@@ -270,6 +275,9 @@ class MovedView(DTensor):
             if is_repeated(t) and (t.is_conj() or t.is_neg()):
                 raise repeated_error(func)  # its value is computed, and copied back
             _announce_write(func, t)
+        for t in written:
+            if info.qualified_name not in FILLS and _overlaps_itself(t):
+                return _run_on_memory(call, t)
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             for t in written:
@@ -366,6 +374,38 @@ def _view_of(source: ViewSource, spec: Spec) -> MovedView:
     out = MovedView(source.block, spec)
     out._local_tensor = source
     return out
+
+
+def _overlaps_itself(view: MovedView) -> bool:
+    """Whether an op on a view must run on the memory of its base, because the view has elements of it more than once.
+
+    Not where the view is written by an op that runs in the place of another one, which writes back; an expanded view is handled
+    where its route is chosen, and torch's kernels do not read lazy bits there.
+    """
+    source = view._source
+    if source is None or source.is_held or not may_overlap(view.shape, view.stride()):
+        return False
+    return not is_repeated(view) and not any(source.lazy_bits())
+
+
+def _run_on_memory(call: OpCall, target: MovedView) -> Any:
+    """Run an op that writes to a view in which elements of memory occur more than once, as on one device.
+
+    The op may write to one of them only, so what is in the view afterwards would not say what is in memory.
+    """
+    func, source = call.func, target._source
+    if source is None:
+        raise RuntimeError(f"{func} wrote to {target._spec}, which is not a view.")
+    # the write is announced, and the others are small beside it
+    with torch.no_grad(), override_settings(implicit="allow"):
+        full = {id(t): gather(func, t) for t in call.tensors if isinstance(t, DTensor) and t is not target}
+
+        def write(view: Tensor) -> None:
+            views = {**full, id(target): view}
+            map_ranks(func, *replace_tensors(call.args, views), **replace_tensors(call.kwargs, views))
+
+        source.write_as(write)
+    return target
 
 
 def _announce_write(func: Any, view: MovedView) -> None:

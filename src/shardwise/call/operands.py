@@ -64,9 +64,8 @@ def check_operands(call: OpCall) -> None:
             if t.device_mesh != call.mesh:
                 raise MeshError(
                     f"{call.func} got tensors on {call.mesh} and on {t.device_mesh}.",
-                    why="An op runs on one mesh. A tensor on a larger mesh joins one on a sub-mesh of it only if it is "
-                    "replicated along the other axes, is not written to and needs no gradient. One on a sub-mesh joins a larger "
-                    "mesh where plain tensors count as replicated, if it is not written to and needs no gradient.",
+                    why="An op runs on one mesh. An operand that is not written to and needs no gradient joins a sub-mesh if it is "
+                    "replicated along the other axes, and a larger mesh where plain tensors count as replicated.",
                     fix="Distribute both over one mesh.",
                 )
         elif not _counts_as_replicated(call, t):

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor
 
 from shardwise.call.op_call import OpCall
+from shardwise.call.strides import may_overlap
 from shardwise.call.view_scatter import COMPUTED
 from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank
 from shardwise.layout import LayoutError, is_dense
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["FORBIDS_ALIAS", "check_overlap", "is_repeated", "repeated_error", "writes_repeated"]
+__all__ = [
+    "FILLS",
+    "FORBIDS_ALIAS",
+    "check_overlap",
+    "is_repeated",
+    "repeated_error",
+    "writes_overlapping",
+    "writes_repeated",
+]
 
 FORBIDS_ALIAS = frozenset(
     "aten::" + name
@@ -33,7 +42,8 @@ _TAKES_NUMBER = frozenset({"aten::fill_", "aten::masked_fill_", "aten::index_fil
 """Ops that read their zero-dimensional operand before they write."""
 
 
-_FILLS = frozenset({"aten::fill_", "aten::zero_"})
+FILLS = frozenset({"aten::fill_", "aten::zero_"})
+"""Ops that write one value to all elements."""
 
 _ALLOWS_REPEATED = frozenset(
     "aten::" + name
@@ -63,11 +73,19 @@ def writes_repeated(call: OpCall) -> bool:
     target = next((t for t in call.written if is_repeated(t)), None)
     if target is None:
         return False
-    if call.info.qualified_name in _FILLS:
+    if call.info.qualified_name in FILLS:
         return isinstance(target, DTensor) and bool(target._spec.layout.partial)
     if call.info.qualified_name not in _ALLOWS_REPEATED:
         raise repeated_error(call.func)
     return True
+
+
+def writes_overlapping(call: OpCall) -> bool:
+    """Whether an op writes to a DTensor of which several elements are one element of memory, as far as its strides tell."""
+    return call.info.writes and any(
+        isinstance(t, DTensor) and t._spec.stride is not None and may_overlap(t.shape, t._spec.stride)
+        for t in call.written
+    )
 
 
 def repeated_error(func: Any) -> Exception:

@@ -105,8 +105,7 @@ def _choose(call: OpCall, match: Match, itemsizes: list[int]) -> Choice | None:
         return choose_view(layouts[0], outputs[0], itemsizes[0])
     if match.creates:
         first = layouts[0]
-        dtypes = match.call.dtypes[0], match.call.output_dtypes[0]
-        if match.creates == "values" or dtypes[0] != dtypes[1]:
+        if not match.keeps_pending:
             layouts = [layout.with_partial({}) for layout in layouts]
         created = (layouts[0] if first.shape == s else Layout.replicated(s, first.axes) for s in outputs)
         return Choice(tuple(layouts), tuple(created))
@@ -130,6 +129,11 @@ class Match(NamedTuple):
     outputs: list[Any]
     written: tuple[int, ...]
     creates: Creates = ""
+
+    @property
+    def keeps_pending(self) -> bool:
+        """Whether the tensor that the op creates has the pending reductions of the first one."""
+        return self.creates == "memory" and self.call.dtypes[0] == self.call.output_dtypes[0]
 
 
 def match_rule(call: OpCall) -> Match | None:

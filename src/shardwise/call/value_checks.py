@@ -15,8 +15,7 @@ from torch import Tensor
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Run
 from shardwise.comm import first_rank
-from shardwise.layout import Layout
-from shardwise.layout.geometry import block_shape
+from shardwise.layout import has_empty_blocks
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.tracing import is_recorded
 
@@ -60,11 +59,7 @@ def checking_values(call: OpCall, inner: Run) -> Run:
 
 def _some_are_empty(call: OpCall) -> bool:
     """Whether a rank has an empty block of a tensor that is not empty."""
-    return any(0 not in layout.shape and 0 in _smallest_block(layout) for layout in call.layouts)
-
-
-def _smallest_block(layout: Layout) -> tuple[int, ...]:
-    return block_shape(layout, [n - 1 for n in layout.axes.sizes])
+    return any(0 not in layout.shape and has_empty_blocks(layout) for layout in call.layouts)
 
 
 def _check_position(call: OpCall) -> None:

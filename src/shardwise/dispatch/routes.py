@@ -17,7 +17,7 @@ from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
-from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap, writes_repeated
+from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap, writes_overlapping, writes_repeated
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
@@ -175,7 +175,11 @@ def _compute_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("composite", lambda a, k: _decompose(func, a, k), ())
     best = _fallback_route(call) if resolution is None else _rule_route(call, resolution)
     seconds = model.total(best.plans or ())
-    for propose in (_alternative_route, _decomposition_route) if seconds > 0.0 else ():
+    # of a tensor that has elements of memory more than once, a program would write back those that the op did not write
+    proposals = (
+        () if seconds == 0.0 or writes_overlapping(call) else (_alternative_route, _decomposition_route)
+    )
+    for propose in proposals:
         other = propose(call, resolution, find_route)
         if other is not None and model.total(other.plans or ()) < seconds:
             best = other

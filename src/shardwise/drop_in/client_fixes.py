@@ -1,4 +1,4 @@
-"""Mistakes of clients that no tensor can make up for, put right when the client is imported under `install()`.
+"""What no tensor can make up for: objects of clients and of torch that are replaced when they are imported under `install()`.
 
 A row names a module, an object in it and what replaces the object; the reason is the docstring of the replacement. A name
 that a release of the client does not have is left alone.
@@ -14,7 +14,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardwise.tensor.policy import policy
+from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor
+from shardwise.torch_internals.fsdp_division import FSDP_COLLECTIVES, divide_once
 
 __all__ = ["FIXES", "ClientFixer"]
 
@@ -47,6 +54,35 @@ def _with_equal_plain_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
     return merged
 
 
+def _reduce_new_gradients(install_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Sum the gradient of each backward pass over the mesh; transformers sums the accumulated one, earlier passes again."""
+
+    @wraps(install_forward)
+    def install(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+        hooked: dict[
+            str, nn.Parameter
+        ] = {}  # loading replaces parameters, so they are found in the forward pass
+
+        def reduce(grad: Tensor) -> Tensor:
+            total = grad.clone()
+            dist.all_reduce(total, group=mesh.get_group())
+            return total
+
+        def forward_with_hooks(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                for name, p in module.named_parameters(recurse=False):
+                    if p.requires_grad and hooked.get(name) is not p:
+                        p.register_hook(reduce)  # runs before the gradient is added to that of earlier passes
+                        hooked[name] = p
+            return forward(*args, **kwargs)
+
+        module.forward = forward_with_hooks
+        return module
+
+    return install
+
+
 FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "peft.tuners.lora.model": {"add_lora_tp_hooks_dtensor": _with_global_sizes},
     "peft.tuners.lora.layer": {
@@ -54,6 +90,11 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
         for layer in ("Linear", "Embedding")
         for method in ("merge", "unmerge", "get_delta_weight")
     },
+    "transformers.distributed.tensor_parallel": {
+        "ReplicatedWithGradAllReduce.install_forward": _reduce_new_gradients
+    },
+    DYNAMO_BUILDER: {"torch": without_dtensor},
+    FSDP_COLLECTIVES: {"_get_gradient_divide_factors": divide_once},
 }
 """By module, the objects that are replaced and the functions that make their replacements."""
 

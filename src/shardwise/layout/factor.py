@@ -14,6 +14,7 @@ __all__ = [
     "Dim",
     "Factor",
     "atoms",
+    "block_sizes",
     "canonical",
     "cut",
     "first_block",
@@ -55,6 +56,22 @@ def first_block(size: int, parts: Iterable[int]) -> int:
     for n in parts:
         size = -(-size // n)
     return size
+
+
+def block_sizes(size: int, parts: Iterable[int]) -> set[int]:
+    """The sizes that blocks have.
+
+    >>> sorted(block_sizes(7, (2, 3)))
+    [0, 1, 2]
+    """
+    sizes = {size}
+    for n in parts:
+        found = set()
+        for m in sizes:
+            chunk = -(-m // n)
+            found |= {chunk, m % chunk or chunk, max(m - (n - 1) * chunk, 0)} if m else {0}
+        sizes = found
+    return sizes
 
 
 def _same_blocks(outer: int, inner: int, parts: Sequence[int]) -> bool:

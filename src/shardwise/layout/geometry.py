@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from shardwise.layout.errors import LayoutError
-from shardwise.layout.factor import Dim, cut, first_block
+from shardwise.layout.factor import Dim, block_sizes, cut, first_block
 from shardwise.layout.layout import Layout
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "contiguous_stride",
     "global_shape",
     "global_stride",
+    "has_empty_blocks",
     "is_dense",
     "largest_block",
     "owned",
@@ -41,6 +42,24 @@ def largest_block(layout: Layout) -> int:
     """The number of elements of the largest block, which is the one at coord 0."""
     sizes = layout.axes.sizes
     return math.prod(first_block(f.size, [sizes[a] for a in f.axes]) for dim in layout.dims for f in dim)
+
+
+def has_empty_blocks(layout: Layout) -> bool:
+    """Whether some rank has none of a factor that is not empty.
+
+    It need not be the last one: 7 elements are 4 and 3, and 4 on three ranks are 2, 2 and 0, but 3 are 1, 1 and 1.
+
+    >>> from shardwise.layout import Axes, parse_layout
+    >>> axes = Axes((3, 2), ("dp", "tp"))
+    >>> [has_empty_blocks(parse_layout(text, axes)[0]) for text in ("[7:tp,dp]", "[7:dp,tp]", "[6:tp,dp]", "[0:dp]")]
+    [True, True, False, False]
+    """
+    sizes = layout.axes.sizes
+    return any(
+        f.axes and f.size and 0 in block_sizes(f.size, [sizes[a] for a in f.axes])
+        for dim in layout.dims
+        for f in dim
+    )
 
 
 def block_offset(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ True
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,12 @@ from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.shape_methods import CHANGE_SHAPES
 from shardwise.torch_internals.patches import (
+    AnyPatch,
     KernelPatch,
+    OpPatch,
     PythonPatch,
-    TransformPatch,
     install,
     python_functions,
 )
@@ -62,10 +63,14 @@ def _refusing(name: str, fix: str) -> Any:
 def _as_method(name: str) -> Any:
     """A function of torch as the method of the same name, if its tensor is a DTensor."""
 
-    def run(original: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        return (getattr(input, name) if isinstance(input, DTensor) else partial(original, input))(
-            *args, **kwargs
-        )
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], DTensor):
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return getattr(args[0], name)(*args[1:], **kwargs)  # traced as torch's own method
+        if not args and isinstance(x := kwargs.get("self", kwargs.get("input")), DTensor):
+            return getattr(x, name)(**{k: v for k, v in kwargs.items() if v is not x})
+        return original(*args, **kwargs)
 
     return run
 
@@ -90,7 +95,7 @@ def _resolve(is_lazy: Any) -> Any:
     return lambda x: x.clone() if is_lazy(x) else x
 
 
-PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
+PATCHES: tuple[AnyPatch, ...] = (
     KernelPatch(
         aten.tensor_split.tensor_indices_or_sections,
         _tensor_split,
@@ -114,6 +119,19 @@ PATCHES: tuple[KernelPatch | TransformPatch | PythonPatch, ...] = (
         for target in python_functions(
             f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_")
         )
+    ),
+    *(
+        OpPatch(
+            getattr(aten, name),
+            _as_method(name),
+            "the object must become another tensor, and an op has no object",
+        )
+        for name in CHANGE_SHAPES
+    ),
+    *(
+        PythonPatch((torch.Tensor, name), _as_method(name), "the same, of `torch.Tensor.t_(x)`")
+        for name in CHANGE_SHAPES
+        if not name.startswith(("resize", "detach"))
     ),
     PythonPatch(
         (torch.autograd.graph, "register_multi_grad_hook"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,9 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import PlainTensorError
 from shardwise.torch_internals.collectives import own_collectives
 
-__all__ = ["check_plain_parameters", "check_same_structure"]
+__all__ = ["check_plain_parameters", "check_same_structure", "read_alike"]
+
+T = TypeVar("T")
 
 _COMPARED = "_shardwise_compared"
 
@@ -48,8 +52,24 @@ def check_plain_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
         setattr(p, _COMPARED, id(p))
 
 
-def check_same_structure(module: nn.Module, mesh: DeviceMesh, what: str, plan: str = "") -> None:
-    """Raise on all ranks alike if the ranks of a mesh have modules of different structure or different plans.
+def read_alike(read: Callable[[], T], module: nn.Module, mesh: DeviceMesh, what: str, plan: str = "") -> T:
+    """The result of a function that checks a module, after the ranks have compared their modules and what the check found.
+
+    A check that fails on some ranks only is an error on all of them, where the others would wait for the failed ones.
+    """
+    try:
+        result = read()
+    except LayoutError as error:
+        check_same_structure(module, mesh, what, plan, str(error))
+        raise
+    check_same_structure(module, mesh, what, plan)
+    return result
+
+
+def check_same_structure(
+    module: nn.Module, mesh: DeviceMesh, what: str, plan: str = "", problem: str = ""
+) -> None:
+    """Raise on all ranks alike if the ranks of a mesh have modules of different structure, plans or problems.
 
     It sends one small all-gather; the names are exchanged only if they differ.
     """
@@ -58,6 +78,8 @@ def check_same_structure(module: nn.Module, mesh: DeviceMesh, what: str, plan: s
     lines = [f"{s.full_name}: {tuple(s.tensor.shape)} {s.tensor.dtype}" for s in slots_of(module)]
     if plan:
         lines.append(f"the plan: {plan}")
+    if problem:
+        lines.append(f"the problem: {problem}")
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=mesh.device_type)
     try:

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of, current_mesh
 from shardwise.layout import LayoutError
-from shardwise.parallel.agreement import check_same_structure
+from shardwise.parallel.agreement import read_alike
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import is_parallelized, wrap_method
-from shardwise.parallel.module_tensors import group_ties, slots_of
+from shardwise.parallel.module_tensors import device_problems, group_ties, slots_of
 from shardwise.parallel.placing import place_tensors, restore_ties
+from shardwise.parallel.recurrent import run_batches_on_blocks
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["distribute_module"]
@@ -59,8 +60,13 @@ def distribute_module(
     [6, 4] 4
     """
     mesh = current_mesh(device_mesh, "distribute_module")
-    _check(module, mesh)
-    check_same_structure(module, mesh, "distribute_module")
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"distribute_module got {type(module).__name__} for a module.\n"
+            "  why: It distributes the parameters and buffers of an nn.Module.\n"
+            "  fix: Pass the module; distribute_tensor(x, mesh, placements) distributes a single tensor."
+        )
+    read_alike(lambda: _check(module, mesh), module, mesh, "distribute_module")
     ties = group_ties(slots_of(module))
     if partition_fn is not None:
         for name, child in module.named_modules():
@@ -70,6 +76,8 @@ def distribute_module(
     vars(module)["_distribute_module_applied"] = True
     _register_input_fn(module, mesh, input_fn)
     _register_output_fn(module, mesh, output_fn)
+    for child in module.modules():
+        run_batches_on_blocks(child)
     if not is_parallelized(module):
         wrap_method(module, "forward", Boundary(mesh, 0), plain=False)
     return module
@@ -82,11 +90,10 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             why="Its parameters are distributed and its forward pass has the hooks of the first call.",
             fix="Give everything in one call, or redistribute single parameters.",
         )
-    foreign = [s for s in slots_of(module) if s.tensor.device.type not in (mesh.device_type, "meta")]
+    foreign = device_problems(((s.full_name, s.tensor) for s in slots_of(module)), mesh)
     if foreign:
-        names = ", ".join(f"{s.full_name} on {s.tensor.device}" for s in foreign[:4])
         raise LayoutError(
-            f"distribute_module got {names} for a mesh of {mesh.device_type} devices ({axes_of(mesh)}).",
+            f"distribute_module got {foreign[0]}.",
             why="Blocks are on the devices of their mesh.",
             fix=f"module.to({mesh.device_type!r}) first",
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Slot", "group_ties", "owned_tensors", "replace", "slots_of"]
+__all__ = ["Slot", "device_problems", "group_ties", "owned_tensors", "replace", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +40,17 @@ def slots_of(module: nn.Module) -> list[Slot]:
         Slot(owner, path, name, tensor)
         for path, owner in module.named_modules()
         for name, tensor in owned_tensors(owner)
+    ]
+
+
+def device_problems(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh) -> list[str]:
+    """What is wrong with named tensors that are not on devices of a mesh; on the meta device they may be."""
+    foreign = [f"{n} on {t.device}" for n, t in tensors if t.device.type not in (mesh.device_type, "meta")]
+    if not foreign:
+        return []
+    more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
+    return [
+        f"{', '.join(foreign[:4])}{more}, and the mesh has {mesh.device_type} devices; module.to({mesh.device_type!r}) first"
     ]
 
 

@@ -26,6 +26,9 @@ class ParallelStyle(ABC):
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"  # without an address: ranks compare their plans as text
+
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         """Why the style cannot be applied to a module; asked for all modules of a plan before any is changed."""
         return []

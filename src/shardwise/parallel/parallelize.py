@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of, current_mesh
-from shardwise.parallel.agreement import check_same_structure
+from shardwise.parallel.agreement import read_alike
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import is_parallelized, wrap_method
 from shardwise.parallel.keys import matching
@@ -19,6 +19,7 @@ from shardwise.parallel.module_tensors import group_ties, slots_of
 from shardwise.parallel.parallel_style import ParallelStyle
 from shardwise.parallel.placing import place_tensors, restore_ties
 from shardwise.parallel.plan import PlanError, Resolved, plan_axis, plan_error, read_names, unmatched_problem
+from shardwise.parallel.recurrent import run_batches_on_blocks
 
 __all__ = ["parallelize_module"]
 
@@ -65,6 +66,12 @@ def parallelize_module(
     [6:tp, 4] [4, 6:tp] Tensor
     """
     mesh = current_mesh(device_mesh, "parallelize_module")
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"parallelize_module got {type(module).__name__} for a module.\n"
+            "  why: A plan is about the parameters and calls of an nn.Module.\n"
+            "  fix: Pass the module; distribute_tensor(x, mesh, placements) distributes a single tensor."
+        )
     if not parallelize_plan:
         warnings.warn(
             "No parallelize_plan is provided and auto-parallel is not supported at the moment, so this parallelize_module "
@@ -80,10 +87,13 @@ def parallelize_module(
             "  why: A plan is a style, or a dictionary from names to styles.\n"
             '  fix: parallelize_module(module, mesh, {"layers.*.mlp.up": "colwise"})'
         )
-    styles, resolved = _read(module, mesh, parallelize_plan)
-    if src_data_rank is not None:
-        check_same_structure(
-            module, mesh, "parallelize_module", repr(sorted(map(str, parallelize_plan.items())))
+    plan = parallelize_plan
+    if src_data_rank is None:
+        styles, resolved = _read(module, mesh, plan)
+    else:
+        text = repr(sorted(map(str, plan.items())))
+        styles, resolved = read_alike(
+            lambda: _read(module, mesh, plan), module, mesh, "parallelize_module", text
         )
     ties = group_ties(slots_of(module))
     for style, child in styles:
@@ -137,6 +147,7 @@ def _apply_names(module: nn.Module, mesh: DeviceMesh, resolved: Resolved, src_da
             continue
         if child is module or name in resolved.boundaries or any(True for _ in child.parameters()):
             run_on_blocks(child)
+            run_batches_on_blocks(child)
             wrap_method(child, "forward", resolved.boundaries.get(name, default))
     for name in _CALLING_FORWARD:
         if callable(getattr(module, name, None)):

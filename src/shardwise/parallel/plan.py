@@ -16,7 +16,7 @@ from shardwise.parallel.attention import attention_layouts
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.experts import holds_experts
 from shardwise.parallel.keys import matching, near_misses, plan_names
-from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
+from shardwise.parallel.module_tensors import Slot, device_problems, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
 from shardwise.parallel.named_styles import NAMED_STYLES
 from shardwise.parallel.notation import is_notation, parameter_layout
@@ -45,10 +45,11 @@ def plan_axis(mesh: DeviceMesh, name: str = "tp") -> int:
         return 0
     if name in axes.names:
         return axes.index(name)
+    one = f'mesh["{axes.names[-1]}"]' if mesh.mesh_dim_names else "init_device_mesh(device, (n,))"
     raise PlanError(
         f"parallelize_module got a mesh without an axis {name!r}: ({axes}).",
         why="On a mesh of several axes a plan splits over the one of that name, and the others replicate the parameters.",
-        fix=f'Pass a mesh of one axis, mesh["{axes.names[-1]}"], or name one of them {name!r}.',
+        fix=f"Pass a mesh of one axis, {one}, or name one of them {name!r}: mesh_dim_names=(..., {name!r}).",
     )
 
 
@@ -109,12 +110,19 @@ class _Reading:
             for name in found[key]:
                 if name in self.modules:
                     self._apply(key, name, text, of_parameters)
+        # those that no key names are replicated
+        self.problems += device_problems(((n, s.tensor) for n, s in self.slots.items()), self.mesh)
         self._check_ties()
         self._bound_owners()
         self._mark_experts()
 
     def _is_known(self, key: Any, text: Any) -> bool:
-        if not isinstance(key, str) or not isinstance(text, str):
+        if not isinstance(key, str):
+            self.problems.append(
+                f"the key {key!r} is no string; write {str(key)!r}, the name of a module or parameter"
+            )
+            return False
+        if not isinstance(text, str):
             self.problems.append(f"{key!r}: {text!r} is neither a style, nor its name, nor a layout")
             return False
         if is_notation(text) or text in NAMED_STYLES:
@@ -173,11 +181,9 @@ class _Reading:
         known = self.resolved.layouts.get(name, layout)
         if isinstance(tensor, DTensor):
             if tensor.sharding is not layout:
-                self.problems.append(f"{key!r}: {name} is already distributed, as {tensor.sharding}")
-        elif tensor.device.type not in (self.mesh.device_type, "meta"):
-            self.problems.append(
-                f"{key!r}: {name} is on {tensor.device}, and the mesh has {self.mesh.device_type} devices"
-            )
+                self.problems.append(
+                    f"{key!r}: {name} is already distributed, as {tensor.sharding}; give the whole plan in one call"
+                )
         elif known is not layout:
             self.problems.append(f"{name} is {known} by {self.keys[name]!r} and {layout} by {key!r}")
         else:

@@ -14,7 +14,7 @@ from shardwise.parallel.attention import attention_layouts
 from shardwise.parallel.boundary import Boundary
 from shardwise.parallel.forward import wrap_method
 from shardwise.parallel.linear import run_on_blocks
-from shardwise.parallel.module_tensors import Slot, group_ties, owned_tensors, slots_of
+from shardwise.parallel.module_tensors import Slot, device_problems, group_ties, owned_tensors, slots_of
 from shardwise.parallel.named_layout import named_layout
 from shardwise.parallel.named_styles import NamedStyle
 from shardwise.parallel.parallel_style import ParallelStyle, distributed
@@ -46,6 +46,8 @@ class _SplitStyle(ParallelStyle):
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         tensors = [t for _, t in owned_tensors(module)]
         name = f"{type(self).__name__} of {type(module).__name__}"
+        if problems := device_problems(owned_tensors(module), device_mesh):
+            return [f"{name}: {problem}" for problem in problems]
         if any(isinstance(t, DTensor) for t in tensors):
             return [f"{name}: its parameters are already distributed"]
         if isinstance(module, nn.MultiheadAttention) and self.split == "in":
@@ -214,6 +216,9 @@ class SequenceParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
+
+    def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
+        return device_problems(((s.full_name, s.tensor) for s in slots_of(module)), device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for group in group_ties(slots_of(module)):

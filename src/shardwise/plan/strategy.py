@@ -19,7 +19,7 @@ from shardwise.layout import (
     Placement,
     Replicate,
     Shard,
-    cut,
+    has_empty_blocks,
     largest_block,
     view,
 )
@@ -115,7 +115,7 @@ def _is_allowed(
         return False
     if any(choice.inputs[i] is not layouts[i] for i in kept):
         return False
-    return rule.empty or not any(_has_empty(layout) for layout in choice.inputs)
+    return rule.empty or not any(has_empty_blocks(layout) for layout in choice.inputs)
 
 
 def every_choice(
@@ -136,7 +136,7 @@ def every_choice(
         if len(axes) == 1:
             found += [_choice(rule, _split_inner_factors(rule, layouts, r), outputs, r) for r in every]
     for choice in dict.fromkeys(found):
-        if choice is not None and (rule.empty or not any(_has_empty(i) for i in choice.inputs)):
+        if choice is not None and (rule.empty or not any(has_empty_blocks(i) for i in choice.inputs)):
             yield choice
 
 
@@ -256,17 +256,6 @@ def _listed(
         )
     except LayoutError:
         return None  # different reductions cannot be pending at once
-
-
-def _has_empty(layout: Layout) -> bool:
-    """Whether some rank has an empty block of a tensor that is not empty."""
-    sizes = layout.axes.sizes
-    return any(
-        f.size > 0 and low == high
-        for dim in layout.dims
-        for f in dim
-        for low, high in [cut(f.size, [sizes[a] for a in f.axes], [sizes[a] - 1 for a in f.axes])]
-    )
 
 
 def _roles(rule: Rule, layouts: Sequence[Layout], axis: int) -> list[_Role]:

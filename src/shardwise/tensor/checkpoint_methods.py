@@ -104,16 +104,16 @@ class CheckpointMethods:
         return self._spec.shape  # type: ignore[no-any-return]
 
     @property
-    def global_offsets(self) -> list[tuple[int, ...]]:
+    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
         """Where each rectangular run of the block begins in the full tensor."""
-        return [b.offset for b in self._boxes()]
+        return tuple(b.offset for b in self._boxes())
 
     @property
-    def local_offsets(self) -> list[tuple[int, ...]]:
+    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
         """Where each rectangular run begins in the block."""
-        return [b.local_offset for b in self._boxes()]
+        return tuple(b.local_offset for b in self._boxes())
 
     @property
-    def local_sizes(self) -> list[tuple[int, ...]]:
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each rectangular run."""
-        return [b.shape for b in self._boxes()]
+        return tuple(b.shape for b in self._boxes())

@@ -5,7 +5,8 @@ the view, since a DTensor has no memory of which they could be strided parts. So
 what it was. `x.t_()` is `x.t()`, with which the object `x` changes places: the views keep the tensor that was called `x`.
 
 C++ code that calls these ops has no object whose tensor could change: there, the tensor itself changes
-(`ops/inplace_view.py`). Such code creates the tensor that it changes, and no views of it.
+(`ops/inplace_view.py`). Such code creates the tensor that it changes, and no views of it. Python code that calls `torch.ops.aten.t_(x)`
+or `torch.Tensor.t_(x)` calls the method here (`ops/patches.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from shardwise.torch_internals.subclass import (
     view_base,
     view_offset,
 )
+from shardwise.torch_internals.tracing import is_recording
 
-__all__ = ["ShapeMethods"]
+__all__ = ["CHANGE_SHAPES", "ShapeMethods"]
 
 
 _USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
@@ -48,7 +50,7 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
     original = getattr(torch.Tensor, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._can_change_places:
+        if not _can_change_places(self):
             return original(self, *args, **kwargs)
         if not can_become_view(self):
             if is_used_elsewhere(self):
@@ -79,6 +81,11 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
     return method
 
 
+def _can_change_places(x: Any) -> bool:
+    """Whether an object can become another tensor; a graph that is recorded would still refer to what it was."""
+    return not torch.compiler.is_compiling() and x._can_change_places and not is_recording()
+
+
 class _NewNode(torch.autograd.Function):
     """A new node for a tensor, in place: hooks of its gradient see what uses it from now on, as after any write."""
 
@@ -105,7 +112,7 @@ def _former_self(x: Any) -> Any:
 def _detach(self: Any) -> Any:
     """Detach the tensor from its graph."""
     former = _former_self(self)
-    keeps = self.is_leaf or self.retains_grad or not self._can_change_places
+    keeps = self.is_leaf or self.retains_grad or not _can_change_places(self)
     if former is None and (keeps or view_base(self) is not None):
         return torch.Tensor.detach_(self)
     new = self.detach()
@@ -251,3 +258,9 @@ class ShapeMethods:
     retain_grad: Any = _retain_grad
     requires_grad_: Any = _requires_grad
     requires_grad = property(torch.Tensor.requires_grad.__get__, _requires_grad)  # type: ignore[attr-defined]
+
+
+CHANGE_SHAPES = (
+    "t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_", "detach_",
+)  # fmt: skip
+"""The methods after which the object is another tensor. `torch.ops.aten` has ops of the same names, which must call them."""

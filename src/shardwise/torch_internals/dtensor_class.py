@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["PACKAGE", "occupy_dtensor_class"]
+__all__ = ["DYNAMO_BUILDER", "PACKAGE", "occupy_dtensor_class", "without_dtensor"]
 
 PACKAGE = "torch.distributed.tensor"
 """The package of torch that has the class."""
+DYNAMO_BUILDER = "torch._dynamo.variables.builder"
+"""The module of `torch.compile` that tells torch's DTensor from other subclasses, as `torch.distributed.tensor.DTensor`."""
 
 
 class _Nobody(torch.Tensor):
@@ -41,3 +43,26 @@ def occupy_dtensor_class() -> None:
         del sys.modules[PACKAGE]
         if had is None:
             vars(torch.distributed).pop("tensor", None)
+
+
+class _Instead(ModuleType):
+    """A module in which some names are others."""
+
+    def __init__(self, module: ModuleType, **names: Any) -> None:
+        super().__init__(module.__name__)
+        self._module = module
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def without_dtensor(torch_module: ModuleType) -> ModuleType:
+    """The module `torch`, but `distributed.tensor.DTensor` is a class that no tensor has.
+
+    For `DYNAMO_BUILDER`: it expects of torch's DTensor that flattening gives a mesh and certain metadata. Any other subclass is
+    traced by what it says of itself, as ours is without `install()`.
+    """
+    tensor = ModuleType(PACKAGE)
+    tensor.DTensor = _Nobody  # type: ignore[attr-defined]
+    return _Instead(torch_module, distributed=_Instead(torch_module.distributed, tensor=tensor))

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch._C import _functorch
 
 __all__ = [
+    "AnyPatch",
     "KernelPatch",
+    "OpPatch",
     "Patch",
     "PythonPatch",
     "TransformPatch",
@@ -82,7 +84,22 @@ class PythonPatch(Patch):
         return f"{module.__name__}.{name}"
 
 
-def install(patches: Sequence[KernelPatch | TransformPatch | PythonPatch]) -> None:
+@dataclass(frozen=True)
+class OpPatch(Patch):
+    """An op as Python code calls it, `torch.ops.aten.t_` or an overload of it; `run(original, *args, **kwargs)` replaces it.
+
+    C++ code, and Python code beneath autograd, calls torch's own op.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"torch.ops.{self.target}"
+
+
+AnyPatch = KernelPatch | TransformPatch | PythonPatch | OpPatch
+
+
+def install(patches: Sequence[AnyPatch]) -> None:
     """Apply patches that are not applied yet."""
     for patch in patches:
         if patch.name in _installed:
@@ -95,6 +112,8 @@ def install(patches: Sequence[KernelPatch | TransformPatch | PythonPatch]) -> No
                 _install_transform(patch)
             case PythonPatch():
                 _install_function(patch)
+            case OpPatch():
+                _install_op(patch)
 
 
 def beneath_patches() -> AbstractContextManager[None]:
@@ -185,3 +204,35 @@ def _install_function(patch: PythonPatch) -> None:
         return run(original, *args, **kwargs)
 
     setattr(module, name, replacement)
+
+
+def _install_op(patch: OpPatch) -> None:
+    packet = patch.target
+    for op in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
+        op._op = _Replacement(op._op, patch.run)
+        torch.jit._builtins._register_builtin(op._op, packet._qualified_op_name)  # where scripts look it up
+
+
+class _Replacement:
+    """What an op calls instead of its function. Ops are hashed by it, and so tables of ops must find it under the same hash."""
+
+    def __init__(self, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.original, self.run = original, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_beneath_autograd():
+            return self.original(*args, **kwargs)
+        return self.run(self.original, *args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    __eq__ = object.__eq__
+
+
+def _is_beneath_autograd() -> bool:
+    """Whether the code that runs is the implementation of an op, so that C++ code above it refers to its tensors."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    if excluded(torch._C.DispatchKey.Python):
+        return True
+    return not torch.is_inference_mode_enabled() and excluded(torch._C.DispatchKey.AutogradCPU)

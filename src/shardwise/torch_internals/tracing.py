@@ -18,6 +18,7 @@ __all__ = [
     "TorchDispatchMode",
     "is_recorded",
     "is_recorded_block",
+    "is_recording",
     "is_tracing",
     "needs_concrete_values",
     "never_compile",
@@ -36,6 +37,15 @@ def is_tracing() -> bool:
     """
     fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake_mode is not None or torch.compiler.is_compiling()
+
+
+def is_recording() -> bool:
+    """Whether `make_fx` or a compiler records the ops that run into a graph.
+
+    >>> is_recording()
+    False
+    """
+    return get_proxy_mode() is not None
 
 
 def is_recorded(block: Tensor) -> bool:

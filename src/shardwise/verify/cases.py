@@ -123,7 +123,7 @@ def cases(
     call = match.call
     choices: Iterable[Choice]
     if match.creates:
-        choices = _creations(call.shapes, call.outputs, mesh)
+        choices = _creations(call.shapes, call.outputs, mesh, match.keeps_pending)
     elif match.rule is None:
         choices = _views(call.shapes[0], call.outputs[0], mesh)
     else:
@@ -162,12 +162,15 @@ def _layouts(shape: tuple[int, ...], mesh: DeviceMesh) -> Iterable[Layout]:
 
 
 def _creations(
-    shapes: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], mesh: DeviceMesh
+    shapes: Sequence[tuple[int, ...]],
+    outputs: Sequence[tuple[int, ...]],
+    mesh: DeviceMesh,
+    keeps_pending: bool,
 ) -> Iterator[Choice]:
-    """The choices of an op that creates tensors like its first argument: they get its layout, without reductions."""
+    """The choices of an op that creates tensors like its first argument: they get its layout."""
     for layout in _layouts(shapes[0], mesh):
         rest = [Layout.replicated(s, layout.axes) for s in shapes[1:]]
-        like = layout.with_partial({})
+        like = layout if keeps_pending else layout.with_partial({})
         created = [like if s == like.shape else Layout.replicated(s, layout.axes) for s in outputs]
         yield Choice((layout, *rest), tuple(created))
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.api.register_sharding import op_overloads
 from shardwise.call.arguments import tensors_in
+from shardwise.call.meta import remember_outputs
 from shardwise.call.op_call import OpCall
 from shardwise.call.schema import op_info
 from shardwise.call.value_checks import indexes_nothing
@@ -48,7 +49,7 @@ def prove(op: Any, calls: Sequence[_Sample] | None, examples: int, seed: int) ->
     for shape in _MESHES:
         # on two axes, the calls that had the most layouts on one
         busy = sorted(range(len(samples)), key=lambda n: (-layouts[n], n))[:_MOST_PAIRED]
-        with simulate(math.prod(shape)), warnings.catch_warnings():
+        with simulate(math.prod(shape)), warnings.catch_warnings(), remember_outputs():
             warnings.simplefilter("ignore")
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
             for number, (args, kwargs) in enumerate(samples):
