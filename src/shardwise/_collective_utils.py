@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,10 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import Placement, Replicate, Shard
+from shardwise.layout import Placement, Replicate, Shard, Spec
+from shardwise.plan import plan_redistribute
+from shardwise.plan.settings import current_costs
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["mesh_broadcast", "mesh_scatter", "pad_tensor", "shard_dim_alltoall", "unpad_tensor"]
+__all__ = [
+    "fill_empty_tensor_to_shards",
+    "mesh_broadcast",
+    "mesh_scatter",
+    "pad_tensor",
+    "redistribute_cost",
+    "shard_dim_alltoall",
+    "unpad_tensor",
+]
 
 
 def mesh_broadcast(
@@ -63,3 +74,19 @@ def pad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
 def unpad_tensor(tensor: Tensor, pad_dim: int, pad_size: int) -> Tensor:
     """The tensor without the last `pad_size` elements of a dim."""
     return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
+
+
+def fill_empty_tensor_to_shards(shards: list[Tensor], shard_dim: int, num_empty_tensors: int) -> list[Tensor]:
+    """The shards, with tensors added that are empty along the dim."""
+    shape = list(shards[0].shape)
+    shape[shard_dim] = 0
+    return [*shards, *(shards[0].new_zeros(shape) for _ in range(num_empty_tensors))]
+
+
+def redistribute_cost(current_spec: Spec, target_spec: Spec) -> float:
+    """The seconds that a redistribution takes by the current cost model; infinite between two meshes."""
+    if current_spec.mesh != target_spec.mesh:
+        return math.inf
+    return current_costs().total(
+        [plan_redistribute(current_spec.layout, target_spec.layout, current_spec.dtype.itemsize)]
+    )

@@ -10,7 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.layout import Placement, ShardOrderEntry, Spec, TensorMeta
 from shardwise.tensor.placed_spec import placed_spec
 
-__all__ = ["DTensorSpec", "ShardOrderEntry", "TensorMeta"]
+__all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta"]
+
+ShardOrder = tuple[ShardOrderEntry, ...]
+"""The axes that split each dim, for the dims that axes split."""
 
 
 class _SpecType(type):

@@ -1,13 +1,45 @@
 """Where torch keeps the geometry of blocks, and the context that refuses implicit communication."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api.geometry import compute_local_shape_and_global_offset
-from shardwise.layout import Axes, Layout, LayoutError, Placement, block_offset, block_shape
+from shardwise.comm import axes_of
+from shardwise.layout import (
+    Axes,
+    Layout,
+    LayoutError,
+    Placement,
+    Replicate,
+    Spec,
+    block_offset,
+    block_shape,
+    global_shape,
+    global_stride,
+)
+from shardwise.tensor.construct import size_of
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import policy
+from shardwise.torch_internals.pytree import flatten
 
-__all__ = ["ExplicitRedistributionContext", "compute_local_shape_and_global_offset"]
+__all__ = [
+    "ExplicitRedistributionContext",
+    "assert_no_mixed_partial_types",
+    "compute_global_tensor_info",
+    "compute_global_tensor_shape",
+    "compute_local_shape_and_global_offset",
+    "compute_local_tensor_info",
+    "normalize_to_torch_size",
+    "try_find_mesh_from_args",
+]
 
 
 def ExplicitRedistributionContext(  # noqa: N802
@@ -43,3 +75,86 @@ def _compute_local_shape_and_global_offset(
         return (0,), ()
     layout = Layout.of(tuple(global_shape), Axes(tuple(mesh_shape)), placements)
     return block_shape(layout, my_coordinate), () if skip_offset else block_offset(layout, my_coordinate)
+
+
+def compute_global_tensor_info(
+    tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[list[int], list[int]]:
+    """The shape and the strides of the full tensor whose blocks all have the shape of this one."""
+    shape = global_shape(Layout.of(tuple(tensor.shape), axes_of(mesh), placements), tuple(tensor.shape))
+    return list(shape), list(global_stride(shape, tensor.stride()))
+
+
+def compute_local_tensor_info(
+    global_tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[list[int], list[int]]:
+    """The shape and the strides of this rank's block of a full tensor."""
+    shape, _ = compute_local_shape_and_global_offset(global_tensor.shape, mesh, placements, skip_offset=True)
+    return list(shape), list(global_stride(shape, global_tensor.stride()))
+
+
+def compute_global_tensor_shape(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Size:
+    """The shape of the full tensor whose block on this rank has this shape, on a mesh of one axis.
+
+    Blocks may have any length along the dim that is split. It sends one small all-gather if one is.
+
+    Raises:
+        NotImplementedError: there is more than one placement, or it is not `Shard` or `Replicate`.
+        LayoutError: the mesh has more axes, or the ranks have different sizes along dims that are not split.
+    """
+    if len(placements) != 1 or placements[0].is_partial():
+        raise NotImplementedError(
+            "compute_global_tensor_shape only supports 1 placement for now, Shard or Replicate.\n"
+            f"  why: It got {tuple(placements)}.\n"
+            "  fix: DTensor.from_local(local, mesh, placements, run_check=True).shape"
+        )
+    if mesh.ndim != 1:
+        raise LayoutError(
+            f"compute_global_tensor_shape: Expected one placement per mesh dim, got 1 for {mesh.ndim}.",
+            why="Each axis of a mesh has a placement.",
+            fix="Pass a mesh of one axis: mesh[name]",
+        )
+    if placements[0].is_replicate():
+        return shape
+    dim = placements[0].dim  # type: ignore[attr-defined]
+    sizes = torch.tensor(shape, device=mesh.device_type)
+    found = [torch.empty_like(sizes) for _ in range(mesh.size())]
+    dist.all_gather(found, sizes, group=mesh.get_group())
+    shapes = [tuple(t.tolist()) for t in found]
+    if len({(*s[:dim], *s[dim + 1 :]) for s in shapes}) > 1:
+        raise LayoutError(
+            f"compute_global_tensor_shape got blocks of shapes {', '.join(map(str, shapes))}.",
+            why="Non-sharded dimensions should have identical size across ranks.",
+            fix="Pass blocks that differ only along the dim that is split.",
+        )
+    return torch.Size((*shape[:dim], sum(s[dim] for s in shapes), *shape[dim + 1 :]))
+
+
+def normalize_to_torch_size(size: Any) -> torch.Size:
+    """A size given as a number, a sequence, or a tuple with one sequence, as `torch.Size`.
+
+    >>> normalize_to_torch_size(3), normalize_to_torch_size(((2, 3),))
+    (torch.Size([3]), torch.Size([2, 3]))
+    """
+    return torch.Size(size_of((size,) if isinstance(size, int) else tuple(size)))
+
+
+def assert_no_mixed_partial_types(placements: Sequence[Placement]) -> None:
+    """Raise a `LayoutError` if some placements are reductions that cannot be mixed."""
+    Layout.of((), Axes((2,) * len(placements)), [p if p.is_partial() else Replicate() for p in placements])
+
+
+def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMesh:
+    """The mesh of the first DTensor, or of the first spec, among the arguments of an op."""
+    for arg in flatten(tuple(args))[0]:
+        if isinstance(arg, DTensor):
+            return arg.device_mesh
+        if isinstance(arg, Spec):
+            return arg.mesh  # type: ignore[no-any-return]
+    raise LayoutError(
+        f"Cannot find device mesh from args of {op_call}.",
+        why="None of them is a DTensor.",
+        fix="Pass a DTensor: distribute_tensor(t, mesh, placements)",
+    )

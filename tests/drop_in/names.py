@@ -12,15 +12,22 @@ NAMES: dict[str, str] = {
     " _StridedShard ones zeros empty full rand randn _DTensorSpec _TensorMeta _api _utils _random _redistribute"
     " placement_types device_mesh _dtensor_spec _ops experimental",
     "placement_types": "Placement Shard Replicate Partial _StridedShard _MaskPartial",
-    "_dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "_dtensor_spec": "DTensorSpec TensorMeta ShardOrder ShardOrderEntry",
     "_api": "DTensor DTensorSpec distribute_tensor _FromTorchTensor _ToTorchTensor _normalize_placements_for_grad",
     "device_mesh": "DeviceMesh init_device_mesh",
     "_utils": "compute_local_shape_and_global_offset _compute_local_shape_and_global_offset"
-    " ExplicitRedistributionContext",
+    " ExplicitRedistributionContext compute_global_tensor_info compute_global_tensor_shape compute_local_tensor_info"
+    " assert_no_mixed_partial_types normalize_to_torch_size try_find_mesh_from_args",
+    "_collective_utils": "fill_empty_tensor_to_shards mesh_broadcast mesh_scatter pad_tensor redistribute_cost"
+    " shard_dim_alltoall unpad_tensor",
+    "_sharding_prop": "ShardingPropagator",
     "_random": "manual_seed",
     "_redistribute": "redistribute_local_tensor",
     "_shards_wrapper": "LocalShardsWrapper",
-    "debug": "CommDebugMode visualize_sharding",
+    "debug": "CommDebugMode visualize_sharding _clear_sharding_prop_cache",
+    "debug._comm_mode": "CommDebugMode",
+    "debug._visualize_sharding": "visualize_sharding",
+    "experimental._register_sharding": "register_sharding",
     "experimental": "local_map implicit_replication register_sharding context_parallel",
     "experimental._func_map": "_local_map_wrapped",
     "experimental._attention": "set_rotate_method _HeadTailLoadBalancer _PTRRLoadBalancer _context_parallel_shard"

@@ -158,7 +158,8 @@ def match_rule(call: OpCall) -> Match | None:
     if rule is None:
         return None
     rule = rule.cast(seen)
-    return Match(seen, rule.writing(written) if registered else rule, outputs, written, row.makes)
+    creates = "" if row.makes is None else row.makes(seen)
+    return Match(seen, rule.writing(written) if registered else rule, outputs, written, creates)
 
 
 def _written_slots(info: OpInfo, call: Call) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.layout import Layout
-from shardwise.tensor.construct import from_function
+from shardwise.tensor.construct import from_function, memory_like
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.patches import KernelPatch, TransformPatch, beneath_patches, unwrap_transforms
 
@@ -64,7 +64,7 @@ def _feature_noise(x: DTensor, p: float) -> Tensor:
 
 
 def _element_noise_in_transform(x: Tensor, p: float) -> Tensor:
-    return torch.bernoulli(torch.empty_like(x), 1 - p)
+    return torch.bernoulli(memory_like(x), 1 - p)
 
 
 def _feature_noise_in_transform(x: Tensor, p: float) -> Tensor:

@@ -43,7 +43,9 @@ def _single_op(func: Any) -> Any | None:
     name, overload = info.qualified_name.removeprefix("aten::_foreach_"), info.name.rpartition(".")[2]
     if overload in ("Scalar", "ScalarList"):
         name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
-    packet = getattr(aten, {"norm": "linalg_vector_norm", "max": "amax"}.get(name, name), None)
+    packet = getattr(
+        aten, {"norm": "linalg_vector_norm", "powsum": "linalg__powsum", "max": "amax"}.get(name, name), None
+    )
     if packet is None:
         return None
     if name == "pow":
@@ -68,7 +70,7 @@ def _elements(
         if name in ("addcdiv", "addcmul") and len(here) > 3:
             value = here.pop()
             named["value"] = value[i] if isinstance(value, torch.Tensor) and value.dim() else value
-        if name == "norm" and len(here) > 2:
+        if name in ("norm", "powsum") and len(here) > 2:
             named["dtype"] = here.pop()
         if name == "copy" and len(here) > 2:
             here.pop()

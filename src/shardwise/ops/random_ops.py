@@ -17,6 +17,7 @@ from shardwise.call.variants import writing_variant
 from shardwise.layout import Layout
 from shardwise.ops.random_fill import FILLS, UNUSED, Generate, check_all, fill, is_off_mesh, value_of
 from shardwise.random import binomial, gamma, integers, poisson
+from shardwise.tensor.construct import memory_like
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import to_layout
 
@@ -29,7 +30,7 @@ def _like(fill_: Any, *fixed: Any) -> Callable[..., Tensor]:
     """A new tensor like another one, filled by an op."""
 
     def run(x: Tensor, *, generator: Any = None, **kwargs: Any) -> Tensor:
-        return FILLS[fill_](torch.empty_like(x, **kwargs), *fixed, generator=generator)
+        return FILLS[fill_](memory_like(x, **kwargs), *fixed, generator=generator)
 
     return run
 
@@ -38,7 +39,7 @@ def _integers_like(x: Tensor, *bounds: Any, generator: Any = None, **kwargs: Any
     low, high = (0, *bounds)[-2:]
     high = int(high)  # a tensor with one element, in one overload
     torch.randint(low, high, (1,), dtype=kwargs.get("dtype") or x.dtype, generator=UNUSED)  # for its errors
-    out = torch.empty_like(x, **kwargs)
+    out = memory_like(x, **kwargs)
     return fill(aten.randint_like.default, out, partial(integers, low=low, high=high), generator)
 
 
@@ -46,13 +47,13 @@ def _functional(fill_: Any) -> Callable[..., Tensor]:
     """The functional variant of a filling op."""
 
     def run(x: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
-        return FILLS[fill_](torch.empty_like(x), *args, generator=generator, **kwargs)
+        return FILLS[fill_](memory_like(x), *args, generator=generator, **kwargs)
 
     return run
 
 
 def _bernoulli(x: Tensor, generator: Any = None) -> Tensor:
-    return FILLS[aten.bernoulli_.Tensor](torch.empty_like(x), x, generator=generator)
+    return FILLS[aten.bernoulli_.Tensor](memory_like(x), x, generator=generator)
 
 
 def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
@@ -65,7 +66,7 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     like = mean + std  # has the shape and layout of the result
     dtype = (mean if isinstance(mean, Tensor) else std).dtype
-    out = FILLS[aten.normal_.default](torch.empty_like(like, dtype=dtype), generator=generator)
+    out = FILLS[aten.normal_.default](memory_like(like, dtype=dtype), generator=generator)
     return out.mul_(std).add_(mean)
 
 
@@ -79,7 +80,7 @@ def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
     check_all(
         aten.poisson.default, valid, "invalid Poisson rate, expected rate to be non-negative and finite"
     )
-    return fill(aten.poisson.default, torch.empty_like(rates), _by_parameters(poisson), generator, rates)
+    return fill(aten.poisson.default, memory_like(rates), _by_parameters(poisson), generator, rates)
 
 
 def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
@@ -88,7 +89,7 @@ def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
     check_all(func, valid, "binomial expects non-negative integer counts")
     check_all(func, (prob >= 0) & (prob <= 1), "binomial expects probabilities from 0 to 1")
     like = count + prob  # has the shape and layout of the result
-    out = torch.empty_like(like, dtype=count.dtype)
+    out = memory_like(like, dtype=count.dtype)
     return fill(func, out, _by_parameters(binomial), generator, count, prob)
 
 
@@ -96,7 +97,7 @@ def _gamma(alpha: Tensor, generator: Any = None) -> Tensor:
     func = aten._standard_gamma.default
     valid = (alpha > 0) & alpha.isfinite()
     check_all(func, valid, "_standard_gamma expects positive and finite concentrations")
-    return fill(func, torch.empty_like(alpha), _by_parameters(gamma), generator, alpha)
+    return fill(func, memory_like(alpha), _by_parameters(gamma), generator, alpha)
 
 
 def _dirichlet(alpha: Tensor, generator: Any = None) -> Tensor:
@@ -109,13 +110,13 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if not 0 <= p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    mask = FILLS[aten.bernoulli_.float](torch.empty_like(x, dtype=torch.bool), 1 - p)
+    mask = FILLS[aten.bernoulli_.float](memory_like(x, dtype=torch.bool), 1 - p)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _fused_dropout(x: Tensor, p: float, generator: Any = None) -> tuple[Tensor, Tensor]:
     """`p` is the probability to keep an element, and the mask has dtype uint8."""
-    mask = FILLS[aten.bernoulli_.float](torch.empty_like(x, dtype=torch.uint8), p, generator=generator)
+    mask = FILLS[aten.bernoulli_.float](memory_like(x, dtype=torch.uint8), p, generator=generator)
     return x * mask * (1 / p), mask
 
 
@@ -139,7 +140,7 @@ def _rrelu_functional(
 ) -> tuple[Tensor, Tensor]:
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise
-    slopes = FILLS[aten.uniform_.default](torch.empty_like(x), lower, upper, generator=generator)
+    slopes = FILLS[aten.uniform_.default](memory_like(x), lower, upper, generator=generator)
     slopes = torch.where(x <= 0, slopes, 1)
     if into is not None:
         into.copy_(slopes)
@@ -158,7 +159,7 @@ def _multinomial(
     weights = probs.double()
     if not replacement:
         # exponential race: the smallest times, with the weights as rates, win
-        times = FILLS[aten.exponential_.default](torch.empty_like(weights), generator=generator)
+        times = FILLS[aten.exponential_.default](memory_like(weights), generator=generator)
         return (weights / times).topk(num_samples, -1).indices
     sums = weights.cumsum(-1)
     total = sums[..., -1:]
@@ -171,7 +172,7 @@ def _multinomial(
 
 def _uniform_rows(x: Tensor, count: int, generator: Any) -> Tensor:
     """`count` uniform numbers per row of a tensor, in its layout except for the last dim."""
-    out = torch.empty_like(x[..., :1].expand(*x.shape[:-1], count), memory_format=torch.contiguous_format)
+    out = memory_like(x[..., :1].expand(*x.shape[:-1], count), memory_format=torch.contiguous_format)
     return FILLS[aten.uniform_.default](out, generator=generator)
 
 

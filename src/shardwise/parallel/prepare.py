@@ -59,7 +59,7 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         if self.input_layouts is not None:
             if self.desired_input_layouts is None:
-                raise LayoutError(
+                raise _LengthError(
                     "desired module inputs should not be None!",
                     why="input_layouts were given without the layouts to convert them to.",
                     fix="PrepareModuleInput(input_layouts=..., desired_input_layouts=...)",

@@ -119,14 +119,14 @@ class Row:
     """One op's entry in the table: its text, and the function that builds its rule for a call.
 
     If `reads` is False the rule does not depend on the values of numbers, and the cache key has only their types. If
-    `makes` is not empty the op creates a tensor without reading the values of its input, and gives it the input's layout
-    if the shapes are equal: "memory" with its pending reductions, "values" without them, because each rank writes them.
+    `makes` is given the op creates a tensor without reading the values of its input, and gives it the input's layout if
+    the shapes are equal: "memory" with its pending reductions, "values" without them, because each rank writes them.
     """
 
     text: str
     build: Callable[[Call], Rule | None]
     reads: bool = True
-    makes: Creates = ""
+    makes: Callable[[Call], Creates] | None = None
 
 
 @dataclass(frozen=True)

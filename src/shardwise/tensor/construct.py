@@ -31,6 +31,7 @@ __all__ = [
     "from_block",
     "from_function",
     "layout_for",
+    "memory_like",
     "rebuild",
     "replicate",
     "replicated_spec",
@@ -76,6 +77,12 @@ def empty_like_block(t: Tensor) -> Tensor:
     if is_sparse(first):
         return torch.zeros_like(first).requires_grad_(False)
     return first.new_zeros(()) if first.ndim == 0 else first.new_empty(0)
+
+
+def memory_like(x: Tensor, **options: Any) -> Tensor:
+    """Memory like a tensor, for values that each rank writes: it has none of the tensor's pending reductions."""
+    pending = isinstance(x, DTensor) and x._spec.layout.partial
+    return (torch.zeros_like if pending else torch.empty_like)(x, **options)
 
 
 def size_of(size: tuple[Any, ...]) -> tuple[int, ...]:

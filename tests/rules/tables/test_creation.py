@@ -1,6 +1,6 @@
 """Tensors created like others: in the same layout, without communication, whatever is pending.
 
-Memory of `new_empty` stays pending, as in torch; values are written by each rank, so nothing of them is pending.
+Memory that a program asks for stays pending, as in torch; values are written by each rank, so nothing of them is pending.
 """
 
 import pytest
@@ -35,7 +35,7 @@ def test_a_tensor_created_like_another_has_its_layout(name, placement):
         with counting() as ledger:
             y = fn(x)
         assert ledger.collectives == 0
-        is_memory = "new_empty" in name
+        is_memory = "empty" in name
         assert y.placements == ((placement,) if placement.is_shard() or is_memory else (sw.Replicate(),))
         assert y.stride() == want.stride()
         for rank in y.full_tensor().ranks:
@@ -46,7 +46,12 @@ def test_memory_of_another_dtype_and_random_values_are_not_pending():
     with sw.simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         x = sw.distribute_tensor(torch.ones(5, 6), mesh, [sw.Partial()])
-        others = (x.new_empty(x.shape, dtype=torch.bool), torch.rand_like(x), torch.bernoulli(x, 0.5))
+        others = (
+            x.new_empty(x.shape, dtype=torch.bool),
+            torch.empty_like(x, dtype=torch.bool),
+            torch.rand_like(x),
+            torch.bernoulli(x, 0.5),
+        )
         for y in others:
             assert y.placements == (sw.Replicate(),)
         with counting() as ledger:
@@ -64,3 +69,14 @@ def test_a_tensor_of_another_shape_is_replicated(placement):
         assert ledger.collectives == 0
         assert [str(y.sharding) for y in created] == ["[3]", "[2, 5]", "[4, 4]", "[0, 6]"]
         assert created[2].full_tensor().ranks[3].unique().item() == 2
+
+
+def test_to_empty_keeps_pending_reductions():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        module = torch.nn.Module()
+        module.register_buffer(
+            "total", sw.DTensor.from_local(torch.tensor(0.0, device="meta"), mesh, [sw.Partial()])
+        )
+        assert module.to_empty(device="cpu").total.placements == (sw.Partial(),)
+        assert module.to_empty(device=None).total.placements == (sw.Partial(),)

@@ -6,7 +6,7 @@ from shardwise.layout import global_stride
 from shardwise.rules.call import Call, Local
 from shardwise.rules.letters import unsplit
 from shardwise.rules.notation import op_names
-from shardwise.rules.rule import Place, Row, Rule
+from shardwise.rules.rule import Creates, Place, Row, Rule
 
 __all__ = ["ROWS"]
 
@@ -25,15 +25,22 @@ def _local(call: Call, place: Place) -> Local | None:
     return Local(((call.op, (), args),))
 
 
-_TEXT = "creates a tensor, in the layout of the first one if the shapes are equal"
-_VALUES = Row(_TEXT, _build, makes="values")
-_MEMORY = Row(f"{_TEXT}; pending reductions stay", _build, makes="memory")
+def _by_caller(call: Call) -> Creates:
+    """What `empty_like` creates: memory for a program, values for torch's kernels.
 
-# Memory of `empty_like` counts as values: torch writes the masks of dropout to it, and the product of a pending tensor
-# and a pending mask would have to reduce one of them.
+    Kernels write values of each rank to it, such as the mask of dropout; the product of a pending tensor and a pending
+    mask would have to reduce one of them. Calls from Python always have `pin_memory`.
+    """
+    return "values" if call.args.get("pin_memory") is None else "memory"
+
+
+_TEXT = "creates a tensor, in the layout of the first one if the shapes are equal"
+_VALUES = Row(_TEXT, _build, makes=lambda call: "values")
+_MEMORY = Row(f"{_TEXT}; pending reductions stay", _build, makes=lambda call: "memory")
+_EITHER = Row(f"{_TEXT}; pending reductions stay if a program calls it", _build, makes=_by_caller)
+
 ROWS: dict[str, Row] = {
-    **dict.fromkeys(
-        op_names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full"), _VALUES
-    ),
+    **dict.fromkeys(op_names("zeros_like ones_like full_like new_zeros new_ones new_full"), _VALUES),
     **dict.fromkeys(op_names("new_empty new_empty_strided"), _MEMORY),
+    **dict.fromkeys(op_names("empty_like"), _EITHER),
 }

@@ -117,4 +117,5 @@ ROWS: dict[str, Row] = {
     "aten.all.dims": _reduction("min"),
     "aten.count_nonzero.dim_IntList": _reduction("sum"),
     "aten.count_nonzero.default": _reduction("sum"),
+    "aten.linalg__powsum.default": _reduction("sum"),
 }
