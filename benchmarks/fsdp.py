@@ -71,12 +71,14 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def steps_of(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Callable[[Tensor], Tensor]]]:
+def steps_of(
+    model: nn.Module, foreach: bool | None
+) -> tuple[dict[str, nn.Module], dict[str, Callable[[Tensor], Tensor]]]:
     """The models, and for each candidate a function that makes a training step and returns the loss."""
     nets = candidates(model)
 
     def step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, foreach=foreach)
 
         def step(x: Tensor) -> Tensor:
             loss = net(x).pow(2).mean()
@@ -90,11 +92,13 @@ def steps_of(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Callable
     return nets, {name: step_of(net) for name, net in nets.items()} | {"hand": ByHand(model, lr=1e-3).step}
 
 
-def measure(size: str, turns: int) -> tuple[dict[str, float], dict[str, float], dict[str, float], float, int]:
+def measure(
+    size: str, turns: int, foreach: bool | None
+) -> tuple[dict[str, float], dict[str, float], dict[str, float], float, int]:
     """Seconds and CPU seconds per step and losses of each candidate, and the bytes per step, predicted and counted."""
     width, blocks, rows = SIZES[size]
     torch.manual_seed(0)
-    nets, steps = steps_of(Residual(width, blocks))
+    nets, steps = steps_of(Residual(width, blocks), foreach)
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
     times: dict[str, list[float]] = {name: [] for name in steps}
     busy: dict[str, list[float]] = {name: [] for name in steps}
@@ -167,7 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--sizes", nargs="*", default=["small", "large"], choices=list(SIZES))
-    turns, sizes = vars(parser.parse_args()).values()
+    parser.add_argument(
+        "--foreach", action="store_true", help="the optimizer's version for lists of tensors, for all engines"
+    )
+    turns, sizes, foreach = vars(parser.parse_args()).values()
     peaks = launch(peak_memory, 2, "medium")[0]
     print("peak memory of a medium step, beyond the stored parameters:")
     for name, (peak, predicted) in peaks.items():
@@ -175,7 +182,7 @@ def main() -> None:
     names = ("fully_shard", "FSDP2", "hand", "replicate", "DDP")
     print(f"{'size':8}" + "".join(f"{n:>13}" for n in names) + "    /FSDP2   /hand    /DDP   bytes per rank")
     for size in sizes:
-        results = launch(measure, 2, size, turns)
+        results = launch(measure, 2, size, turns, foreach or None)
         for name, loss in results[0][2].items():
             assert abs(loss - results[0][2]["DDP"]) < 1e-4 * abs(loss), name
         note = f"{results[0][3]:,.0f} predicted, {results[0][4]:,} counted"

@@ -213,6 +213,21 @@ def test_fft_where_blocks_are_empty(mesh, shape, placements):
         same(leaf.grad, x.grad)
 
 
+@pytest.mark.parametrize(
+    "transform", [grad, lambda f: grad(lambda x: grad(f)(x).square().sum()), lambda f: vmap(grad(f))]
+)
+def test_constants_are_distributed_inside_transforms(mesh, transform):
+    def f(x, place):
+        filled = x.clone().index_fill_(0, place(torch.tensor([1])), 2.0)
+        return (filled * x * x).sum() + (x * place(torch.ones(3) * 2)).sum()
+
+    x = randn(4, 3)
+    got = transform(lambda x: f(x, lambda t: spread(t, mesh, "R")))(spread(x, mesh, "0"))
+    same(got, transform(lambda x: f(x, lambda t: t))(x))
+    with pytest.raises(sw.LayoutError, match=r"vmap maps over" + EXPLAINED):
+        vmap(lambda x: spread(x, mesh, "0"))(x)
+
+
 def test_blocks_that_are_empty_before_the_last_one():
     """7 on 2 and then 3 ranks are 2, 2, 0 and 1, 1, 1: an op that refuses empty blocks must not run on them."""
     with sw.simulate(6):
@@ -339,3 +354,13 @@ def traced_on_processes():
     _, wanted = linearize(lambda x: torch.tanh(x @ w), x)
     close = torch.allclose(graph(dx * 2).full_tensor(), torch.relu(x * 2 @ w))
     return close and torch.allclose(tangent(dx).full_tensor(), wanted(x))
+
+
+def test_memory_of_a_conjugate_is_not_viewed(mesh):
+    z = spread(torch.view_as_complex(randn(4, 3, 2)), mesh, "0")
+    same(
+        torch.view_as_real(z.conj().resolve_conj()),
+        torch.view_as_real(z.conj().full_tensor().ranks[0].resolve_conj()),
+    )
+    with pytest.raises(RuntimeError, match="unresolved conjugated" + EXPLAINED):
+        torch.view_as_real(z.conj())

@@ -38,6 +38,7 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.local import check_device
 from shardwise.tensor.redistribute import to_layout
 from shardwise.tensor.sparse_tensor import check_replicated
+from shardwise.torch_internals.patches import outside_transforms, unwrap_transforms
 
 __all__ = ["distribute_tensor"]
 
@@ -87,8 +88,11 @@ def distribute_tensor(
             check_reducible(tensor.dtype, p.reduce_op)
     _check_source(src_data_rank, mesh)
     units = unit_placements(layout, placements)
-    out = _distribute(tensor.detach(), mesh, layout, units, src_data_rank)
-    out.requires_grad_(tensor.requires_grad)
+    full = _without_transforms(tensor)
+    with outside_transforms():
+        out = _distribute(full.detach(), mesh, layout, units, src_data_rank)
+    if tensor.requires_grad:  # torch.func transforms refuse even requires_grad_(False)
+        out.requires_grad_()
     return out
 
 
@@ -105,6 +109,18 @@ def _check_leaf(tensor: Tensor) -> None:
             why="The result is a leaf, so gradients would not reach the inputs of this tensor.",
             fix="distribute_tensor(x.detach(), ...), or DTensor.from_local(block, ...) inside a computation.",
         )
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    """The tensor itself: inside torch.func transforms, torch wraps also what does not depend on their inputs."""
+    plain: Tensor = unwrap_transforms(tensor)
+    if plain.shape != tensor.shape:
+        raise LayoutError(
+            f"distribute_tensor got a tensor that vmap maps over: of shape {tuple(tensor.shape)}, one of many.",
+            why="Each rank would have to get a part of each of them.",
+            fix="distribute the whole tensor before vmap, or pass it with in_dims=None.",
+        )
+    return plain
 
 
 def _distribute(

@@ -118,7 +118,8 @@ def _on_blocks(call: OpCall) -> Run | None:
         specs.append(resolution.outputs[0])
     writes, each = call.info.writes, _one_at_a_time(func, None)
     is_list = [_is_list_of_blocks(a) for a in args]
-    if kwargs or not any(is_list) or any(isinstance(a, DTensor) for a in args):
+    with_tensors = any(isinstance(v, torch.Tensor | list | tuple) for v in kwargs.values())
+    if with_tensors or not any(is_list) or any(isinstance(a, DTensor) for a in args):
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if writes and refuses_writes(args[0]) and len(args[0]) > 1:
@@ -137,7 +138,8 @@ def _on_blocks(call: OpCall) -> Run | None:
         if refused and len(args[0]) > 1:
             return each(args, kwargs)
         results = op(
-            *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)]
+            *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)],
+            **kwargs,
         )
         if writes:  # the blocks have new versions, and the DTensors must, too
             (bump_versions if refused else increment_versions)(args[0])

@@ -23,6 +23,11 @@ def memory_patches() -> list[KernelPatch | PythonPatch]:
             _swap_tensors,
             "torch reads the block of a view that had to move, where what it is a view of must be exchanged",
         ),
+        PythonPatch(
+            (torch, "view_as_real"),
+            _view_as_real,
+            "torch refuses a tensor with a conjugate bit, and a DTensor has none",
+        ),
         KernelPatch(
             aten.fill_diagonal_.default,
             _fill_diagonal,
@@ -56,6 +61,16 @@ def _swap_tensors(original: Any, t1: Any, t2: Any) -> None:
         classes = classes[1], classes[0]
     finally:
         t1.__class__, t2.__class__ = classes
+
+
+def _view_as_real(original: Any, input: Any) -> Any:
+    if isinstance(input, DTensor) and input.is_conj():
+        raise RuntimeError(
+            "view_as_real doesn't work on unresolved conjugated tensors.\n"
+            "  why: The result would be a view of the memory, which has the values that are not conjugated.\n"
+            "  fix: torch.view_as_real(x.resolve_conj())"
+        )
+    return original(input)
 
 
 def _is_lazy(x: Any, view: Any) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.backends import mha
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, is_simulated
+from shardwise.comm import PerRank, axes_of, is_simulated
 from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, sharing_inputs
 from shardwise.parallel.experts import run_experts
@@ -23,6 +23,7 @@ from shardwise.parallel.plain import module_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.mesh import root_mesh
 
 __all__ = ["boundary_of", "is_parallelized", "wrap_method"]
 
@@ -105,12 +106,21 @@ def _from_outside(
             check_plain_parameters(module, mesh)
             if torch.is_grad_enabled():
                 watch_gradients(module)
-            args, kwargs = map_tensors(lambda t: module_input(t, mesh), (args, kwargs))
+            data_mesh = _data_mesh(mesh, given)
+            args, kwargs = map_tensors(lambda t: module_input(t, data_mesh), (args, kwargs))
         result = method(module, *args, **kwargs)
         if not plain or any(isinstance(t, DTensor) for t in given):
             return result
         per_rank = any(isinstance(t, PerRank) for t in given)
         return map_tensors(lambda t: to_plain(t, per_rank=per_rank), result)
+
+
+def _data_mesh(mesh: DeviceMesh, given: Sequence[Tensor]) -> DeviceMesh:
+    """The mesh of the arguments that are DTensors, if it has more axes than that of the parameters."""
+    meshes = {t.device_mesh for t in given if isinstance(t, DTensor)}
+    names = set(axes_of(mesh).names)
+    larger = [m for m in meshes if root_mesh(m) is root_mesh(mesh) and names < set(axes_of(m).names)]
+    return max([mesh, *larger], key=lambda m: m.ndim)
 
 
 @contextmanager

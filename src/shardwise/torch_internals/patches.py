@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 __all__ = [
     "AnyPatch",
@@ -28,6 +29,7 @@ __all__ = [
     "install",
     "is_batched",
     "is_wrapped_by_transform",
+    "outside_transforms",
     "python_functions",
     "unwrap_transforms",
 ]
@@ -148,6 +150,24 @@ def unwrap_transforms(x: Any) -> Any:
     while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Inside, ops are not part of torch.func transforms: what they create is not wrapped.
+
+    >>> def example(x):
+    ...     with outside_transforms():
+    ...         y = torch.ones(1) * 2
+    ...     return x * float(is_wrapped_by_transform(y))
+    >>> torch.func.grad(example)(torch.tensor(2.0))
+    tensor(0.)
+    """
+    if _functorch.maybe_current_level() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def python_functions(names: Iterable[str]) -> list[tuple[Any, str]]:

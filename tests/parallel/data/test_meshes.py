@@ -10,7 +10,7 @@ from tests.parallel.data.test_programs import check_gradients, mesh_of
 from torch import nn
 
 import shardwise as sw
-from shardwise import DTensor, Shard, simulate
+from shardwise import DTensor, Replicate, Shard, simulate
 from shardwise.comm import counting
 from shardwise.fsdp import (
     DataParallelMeshDims,
@@ -19,7 +19,8 @@ from shardwise.fsdp import (
     ShardPlacementResult,
     fully_shard,
 )
-from shardwise.parallel import explain
+from shardwise.parallel import explain, parallelize_module
+from shardwise.tensor.errors import PlainTensorError
 
 DATA = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -279,3 +280,41 @@ def test_gradients_are_reduced_when_a_backward_pass_is_finalized():
         model.set_reduce_scatter_max_input_buffers(3)
         with pytest.raises(ValueError, match=r"(?s)max_input_buffers got 0.*why: .*fix: "):
             model.set_reduce_scatter_max_input_buffers(0)
+
+
+class _Scaled(nn.Module):
+    """Linear layers, a buffer between them, and a second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.register_buffer("scale", torch.arange(1.0, 10.0) / 5)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return self.down((self.up(x) + bias).tanh() * self.scale)
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_buffers_and_differentiable_inputs_beside_tensor_parallelism_on_a_slice(own_rows):
+    torch.manual_seed(0)
+    dense, x = _Scaled().double(), torch.randn(4, 6, dtype=torch.float64)
+    bias = torch.randn(9, dtype=torch.float64)
+    model, plain = copy.deepcopy(dense), bias.clone().requires_grad_()
+    dense(x, plain).square().mean().backward()
+    with simulate(6):
+        mesh = sw.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": "colwise", "down": "rowwise"})
+        fully_shard(model, mesh=mesh["dp"])
+        given = bias.clone().requires_grad_()
+        if own_rows:
+            data = sw.per_rank(lambda rank: x.chunk(2)[rank // 3])
+            wrong = sw.per_rank(lambda rank: x.chunk(2)[rank % 2])
+            with pytest.raises(PlainTensorError, match="differs between ranks"):
+                model(wrong, bias)
+        else:
+            data = sw.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+        model(data, bias if own_rows else given).square().mean().backward()
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().ranks[0], q.grad, rtol=1e-9, atol=1e-12)
+        if not own_rows:
+            torch.testing.assert_close(given.grad, plain.grad, rtol=1e-9, atol=1e-12)
