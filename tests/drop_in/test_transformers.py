@@ -68,6 +68,15 @@ def test_widths_that_ranks_do_not_divide(run: Run, name: str, world: int):
         assert _worst(found) < 1e-9
 
 
+@pytest.mark.parametrize("name", [name for name, mode, _ in CASES if mode == "tp"])
+def test_the_same_training_with_all_ranks_in_one_process(run: Run, name: str):
+    (found,) = run(f"{HERE}:simulate", ranks=2, name=name, mode="tp")
+    assert found["split"] >= 10
+    assert found["gradients"] == {}
+    assert found["generates alike"]
+    assert _worst(found) < 1e-9
+
+
 ACCELERATED = [("fsdp", 2), *([("hsdp", 4), ("tp", 2), ("fsdp x tp", 4)] if DEEP else [])]
 
 

@@ -88,16 +88,18 @@ def _part(batch: Tensor, mode: str) -> Tensor:
 
 
 def train(
-    name: str, mode: str, micro: int = 2, clip: bool = True, generate: bool = True, **changes: Any
+    name: str, mode: str, clip: bool = True, save: bool = True, simulated: bool = False, **changes: Any
 ) -> dict[str, Any]:
     """Train both for two steps, generate, save and load again: the greatest difference of each."""
     with Float64():
         dense, model, folder = load(name, mode, **changes)
+        if simulated:
+            _give_each_rank_its_own(model, dense)
         out: dict[str, Any] = {"split": sum(hasattr(p, "placements") for p in model.parameters())}
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, dense)]
         losses: list[tuple[Tensor, Tensor]] = []
         for step in range(2):
-            for i in range(micro):
+            for i in range(2):
                 tokens = _tokens(10 * step + i)
                 mine = _part(tokens, mode)
                 loss = model(input_ids=mine, labels=mine).loss
@@ -117,16 +119,46 @@ def train(
         out["loss"] = _worst(*map(list, zip(*losses, strict=True))) if losses else 0.0
         pairs = [[_full(p).detach() for p in m.parameters()] for m in (model, dense)]
         out["parameters"] = _worst(*pairs)
-        if generate:
-            how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            tokens = [m.generate(_tokens(99, 1), **how) for m in (model, dense)]
-            out["generates alike"] = torch.equal(*tokens)
+        how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        tokens = [m.generate(_tokens(99, 1), **how) for m in (model, dense)]
+        out["generates alike"] = torch.equal(*tokens)
+        if not save:
+            return out
         model.save_pretrained(folder / "b")
         dist.barrier()
         loaded = AutoModelForCausalLM.from_pretrained(folder / "b", dtype=torch.float64)
         out["saved"] = _worst(list(loaded.parameters()), list(dense.parameters()))
         dist.barrier()
     return out
+
+
+def simulate(ranks: int, **how: Any) -> dict[str, Any]:
+    """The same training with all ranks in this process; clipping and saving mix DTensors and tensors of each rank."""
+    import shardwise
+
+    with shardwise.simulate(ranks):
+        return train(simulated=True, clip=False, save=False, **how)
+
+
+def _give_each_rank_its_own(model: nn.Module, dense: nn.Module) -> None:
+    """What differs between processes: copies of parameters that are not DTensors, and the blocks that the loader reads.
+
+    The loader of transformers asks for the numbers of one rank; one program that runs for all ranks gets those of the first.
+    """
+    import shardwise
+
+    wanted = dict(dense.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            value = wanted[f"{path}.{name}"].detach()
+            if isinstance(p, shardwise.DTensor):
+                with torch.no_grad():
+                    p.copy_(shardwise.distribute_tensor(value, p.device_mesh, p.placements))
+            else:
+                spread = shardwise.per_rank(lambda rank, value=value: value.clone().requires_grad_())
+                module._parameters[name] = spread
 
 
 def _gradients(model: nn.Module, dense: nn.Module) -> dict[str, float]:
