@@ -39,6 +39,10 @@ class Rounding(TorchDispatchMode):
     def _round(self, t: Tensor) -> Tensor:
         if not (t.dtype.is_floating_point or t.dtype.is_complex) or t.layout is not torch.strided:
             return t
+        if (
+            t._is_zerotensor()
+        ):  # a derivative that is 0, of a forward-mode transform: it has no memory that could be written to
+            return t
         unit = 4 * torch.finfo(t.dtype).eps
         signs = torch.randint(-1, 2, t.shape, generator=self.generator)
         return t.mul_(1 + unit * signs.to(t.real.dtype if t.dtype.is_complex else t.dtype))

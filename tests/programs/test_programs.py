@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.programs import program as running
 from tests.programs import templates_autograd, templates_ops  # noqa: F401  (they register templates)
+from tests.programs.conditioning import Rounding
 from tests.programs.drawing import draw_program
 from tests.programs.program import AXES, Program, difference, simulated_difference
 from tests.programs.shrink import printed, shrink
@@ -87,6 +88,14 @@ def test_a_wrong_result_is_found_and_shrunk_to_a_few_lines(monkeypatch: pytest.M
     small, found = shrink(program, found, simulated_difference)
     assert len(small.statements) <= 2
     assert "put(" in printed(small, found)
+
+
+def test_rounding_errors_in_second_derivatives() -> None:
+    """The derivatives that are 0 have no memory: to round them would end the process."""
+    x = torch.arange(3.0, dtype=torch.float64)
+    with Rounding(0):
+        rounded = torch.func.hessian(lambda t: t.sin().sum())(x)
+    torch.testing.assert_close(rounded, torch.diag(-x.sin()))
 
 
 def test_a_missing_error_is_found() -> None:
