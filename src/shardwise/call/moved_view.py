@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.call.arguments import replace_tensors
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
@@ -21,13 +20,14 @@ from shardwise.call.overlap import FILLS, check_overlap, is_repeated, repeated_e
 from shardwise.call.schema import op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
 from shardwise.call.view_mode import mode_of_view
-from shardwise.call.view_scatter import COMPUTED, on_memory, scatter_of
+from shardwise.call.view_scatter import on_memory, scatter_of
+from shardwise.call.view_writes import announce_write, overlaps_itself, run_on_memory
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block, local_slot
-from shardwise.tensor.implicit import announce, to_layout
+from shardwise.tensor.implicit import to_layout
 from shardwise.torch_internals.subclass import is_parameter, view_base
 
 __all__ = ["MovedView", "remember_base"]
@@ -274,10 +274,10 @@ class MovedView(DTensor):
         for t in written:
             if is_repeated(t) and (t.is_conj() or t.is_neg()):
                 raise repeated_error(func)  # its value is computed, and copied back
-            _announce_write(func, t)
+            announce_write(func, t)
         for t in written:
-            if info.qualified_name not in FILLS and _overlaps_itself(t):
-                return _run_on_memory(call, t)
+            if info.qualified_name not in FILLS and overlaps_itself(t):
+                return run_on_memory(call, t)
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             for t in written:
@@ -374,54 +374,3 @@ def _view_of(source: ViewSource, spec: Spec) -> MovedView:
     out = MovedView(source.block, spec)
     out._local_tensor = source
     return out
-
-
-def _overlaps_itself(view: MovedView) -> bool:
-    """Whether an op on a view must run on the memory of its base, because the view has elements of it more than once.
-
-    Not where the view is written by an op that runs in the place of another one, which writes back; an expanded view is handled
-    where its route is chosen, and torch's kernels do not read lazy bits there.
-    """
-    source = view._source
-    if source is None or source.is_held or not may_overlap(view.shape, view.stride()):
-        return False
-    return not is_repeated(view) and not any(source.lazy_bits())
-
-
-def _run_on_memory(call: OpCall, target: MovedView) -> Any:
-    """Run an op that writes to a view in which elements of memory occur more than once, as on one device.
-
-    The op may write to one of them only, so what is in the view afterwards would not say what is in memory.
-    """
-    func, source = call.func, target._source
-    if source is None:
-        raise RuntimeError(f"{func} wrote to {target._spec}, which is not a view.")
-    # the write is announced, and the others are small beside it
-    with torch.no_grad(), override_settings(implicit="allow"):
-        full = {id(t): gather(func, t) for t in call.tensors if isinstance(t, DTensor) and t is not target}
-
-        def write(view: Tensor) -> None:
-            views = {**full, id(target): view}
-            map_ranks(func, *replace_tensors(call.args, views), **replace_tensors(call.kwargs, views))
-
-        source.write_as(write)
-    return target
-
-
-def _announce_write(func: Any, view: MovedView) -> None:
-    """Apply the policy before an op writes to a view: afterwards the value must go back to the base."""
-    source = view._source
-    if source is None or _is_local(source):
-        return
-    announce(
-        func,
-        view.numel() * view.dtype.itemsize,
-        f"It writes to a view whose data had to move, so the value goes back to its base, {source.base._spec}.",
-        "Write to the base, or to a view along dims that are not split",
-    )
-
-
-def _is_local(source: ViewSource) -> bool:
-    """Whether the value can be written back without communication; the same on every rank."""
-    above = source.base._source
-    return (source.kind != "moved" or source.func in COMPUTED) and (above is None or _is_local(above))
