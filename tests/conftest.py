@@ -15,7 +15,7 @@ from shardwise.comm.simulate import forget_world
 from shardwise.tensor.inference import inference_tensors
 
 # No deadline: the time of one example depends more on the machine than on the code.
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("deep", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("deep" if os.environ.get("SHARDWISE_DEEP") == "1" else "ci")
 

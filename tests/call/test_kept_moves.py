@@ -298,8 +298,8 @@ def test_programs_of_reads_and_writes_equal_dense_and_send_no_more(data):
                 torch.testing.assert_close(rank, read(dense[i]))
 
 
-def _on_a_rank(path):
-    mesh = sw.init_device_mesh("cpu", (3,))
+def _on_a_rank():
+    mesh = sw.init_device_mesh("cpu", (4,))
     sw.manual_seed(0)
     out = []
     for shape in ((5, 4), (2, 4), (1, 4), (4, 3)):  # uneven and empty blocks
@@ -316,7 +316,7 @@ def _on_a_rank(path):
     return out
 
 
-def test_all_ranks_decide_alike():
-    every = sw.launch(_on_a_rank, 3, "")
-    assert every[0] == every[1] == every[2]
+def test_all_ranks_decide_alike(workers):
+    every = workers.run(_on_a_rank)
+    assert every[0] == every[1] == every[2] == every[3]
     assert [steps.count("all-gather") for steps, _ in every[0]] == [1] * 4

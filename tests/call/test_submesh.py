@@ -44,7 +44,7 @@ def test_ambiguous_combinations_are_errors(root):
         lambda: replicated.clone().add_(y),  # it would differ along dp afterwards
         lambda: replicated.clone().requires_grad_() * y,  # its gradient would have to be summed along dp
     ):
-        with pytest.raises(MeshError, match="sub-mesh of it"):
+        with pytest.raises(MeshError, match="joins a sub-mesh if it is replicated"):
             call()
 
 

@@ -49,3 +49,19 @@ def test_plain_tensors_in_a_mode_run_torchs_kernels(mode):
         ]
     assert [tuple(t.shape) for t in found] == [(3, 3), (3,), (2, 3), (1, 3)]
     assert not any(isinstance(t, sw.DTensor) for t in found)
+
+
+@pytest.mark.parametrize("mode", [Passing, sw.one_device])
+@pytest.mark.parametrize("grad", [False, True])
+def test_shapes_that_torchs_own_code_changes_in_a_mode(mode, grad):
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x, w = (sw.distribute_tensor(torch.ones(s), mesh, [sw.Shard(0)]) for s in ((4,), (3, 4)))
+        with mode():
+            # C++ code that calls `squeeze_` and `transpose_` on what it has computed
+            assert torch.nn.functional.linear(x.requires_grad_(grad), w).shape == (3,)
+            assert torch.quantile(x.detach().requires_grad_(grad), 0.5, dim=0, keepdim=True).shape == (1,)
+            v = w[0]
+            torch.ops.aten.t_(w)
+        assert w.shape == (4, 3)
+        assert v.shape == (4,)

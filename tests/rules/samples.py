@@ -255,7 +255,11 @@ WRITTEN: dict[str, Callable[[], list[Call]]] = {
     ],
     "aten.sum.default": _narrow,
     "aten.sum.dim_IntList": lambda: [*_dims(([0],), ([0, -1], True), ([],)), _call(_x(5, 4), [1], dtype=torch.int64)],
-    "aten.linalg__powsum.default": lambda: _dims((2,), (1, [0]), (3, [0, -1], True)),
+    "aten.linalg__powsum.default": lambda: [
+        _call(_x(5, 4, 2, dtype=d), *c)
+        for d in (torch.float64, torch.complex128)
+        for c in ((2,), (1, [0]), (3, [0, -1], True))
+    ],
     "aten.cumsum.default": lambda: _dims((0,), (-1,)),
     "aten.prod.default": lambda: _narrow(),
     "aten.prod.dim_int": lambda: _dims((0,), (2, True)),

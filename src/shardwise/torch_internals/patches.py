@@ -253,6 +253,5 @@ class _Replacement:
 def _is_beneath_autograd() -> bool:
     """Whether the code that runs is the implementation of an op, so that C++ code above it refers to its tensors."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    if excluded(torch._C.DispatchKey.Python):
-        return True
-    return not torch.is_inference_mode_enabled() and excluded(torch._C.DispatchKey.AutogradCPU)
+    # the first in code that ignores subclasses, the second in every `__torch_dispatch__`, of tensors and of modes
+    return excluded(torch._C.DispatchKey.Python) or excluded(torch._C.DispatchKey.PythonTLSSnapshot)
