@@ -18,7 +18,7 @@ from shardwise.verify.sampling import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
-EXAMPLES = 5 if DEEP else 3
+EXAMPLES = 5 if DEEP else 4
 
 
 @pytest.fixture(autouse=True)

@@ -47,9 +47,7 @@ def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
         return None
     if info.writes:
         first = info.returned is not None and info.returned[0] == positions[0] == 0
-        return (
-            in_place(python_binding(func), positions, alone=len(args) == 2 and not kwargs) if first else None
-        )
+        return in_place(python_binding(func), positions, len(args), bool(kwargs)) if first else None
     if not info.returns_tensor:
         return several(python_binding(func), positions, resolution.outputs)
     op, spec = python_binding(func), resolution.outputs[0]
@@ -179,9 +177,9 @@ def any_args(op: Callable[..., Tensor], positions: tuple[int, ...], spec: Spec) 
     return lambda args, kwargs: new_dtensor(DTensor, op(*_blocks(args, positions), **kwargs), spec, False)
 
 
-def in_place(op: Callable[..., Any], positions: tuple[int, ...], alone: bool) -> Run:
-    """An op that writes to its first argument and returns it; `alone` if it has one other argument."""
-    if alone and positions == (0,):
+def in_place(op: Callable[..., Any], positions: tuple[int, ...], count: int, named: bool) -> Run:
+    """An op with so many arguments, and `named` ones or not, that writes to its first argument and returns it."""
+    if count == 2 and positions == (0,) and not named:
 
         def with_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x, y = args
@@ -189,14 +187,19 @@ def in_place(op: Callable[..., Any], positions: tuple[int, ...], alone: bool) ->
             return x
 
         return with_value
-    if alone and positions == (0, 1):
+    if count == 2 and positions == (0, 1):
 
         def pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x, y = args
             op(x._local_tensor, y._local_tensor)
             return x
 
-        return pair
+        def pair_with(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x, y = args
+            op(x._local_tensor, y._local_tensor, **kwargs)
+            return x
+
+        return pair_with if named else pair
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op(*_blocks(args, positions), **kwargs)

@@ -20,6 +20,7 @@ __all__ = ["dispatch", "find_route"]
 
 _MAX_ROUTES = 4096  # per op
 _NO_KWARGS: dict[str, Any] = {}
+_FLOAT = [float]
 _UNKNOWN = (
     KeyError,
     AttributeError,
@@ -39,6 +40,13 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
         if kwargs:
             if form is ONE_TENSOR and len(args) == 1:
                 key = (args[0]._spec, *kwargs, *kwargs.values())
+            elif (
+                form is TWO_TENSORS
+                and entry[1]
+                and [*map(type, kwargs.values())] == _FLOAT
+                and len(args) == 2
+            ):
+                key = (args[0]._spec, args[1]._spec, *kwargs, float)  # an update of an optimizer
             else:
                 key = call_key(entry, args, kwargs)
         elif form is ONE_TENSOR:
