@@ -104,8 +104,8 @@ def call_key(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         kind = type(a)
         if kind is DTensor:
             parts.append(a._spec)
-        elif kind is float and by_type:
-            parts.append(float)
+        elif kind is float:
+            parts.append(float if by_type else (float, a))
         elif kind is list and a and type(a[0]) is DTensor and (specs := specs_of(a)) is not None:
             parts.append(specs)
         else:
@@ -131,8 +131,8 @@ def _part(value: Any, by_type: bool) -> Any:
         return value._spec
     if kind in _IDENTICAL:
         return int if by_type and kind is int else value
-    if kind is float and by_type:
-        return float
+    if kind is float or kind is bool:
+        return kind if by_type else (kind, value)
     if kind is list or kind is tuple:
         first = type(value[0]) if value else None
         if first is not None and issubclass(first, DTensor) and (specs := specs_of(value)) is not None:

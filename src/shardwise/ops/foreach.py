@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -135,20 +135,33 @@ def _on_blocks(call: OpCall) -> Run | None:
         return run
     op = python_binding(func)
 
+    gather = _collector(is_list)
+
     def direct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refused = inference_tensors and writes and refuses_writes(args[0])
         if refused and len(args[0]) > 1:
             return each(args, kwargs)
-        results = op(
-            *[[t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)],
-            **kwargs,
-        )
+        results = op(*gather(args), **kwargs)
         if writes:  # the blocks have new versions, and the DTensors must, too
             (bump_versions if refused else increment_versions)(args[0])
             return None
         return [new_dtensor(DTensor, r, spec, False) for r, spec in zip(results, specs, strict=True)]
 
     return direct
+
+
+def _collector(is_list: list[bool]) -> Callable[[tuple[Any, ...]], Iterable[Any]]:
+    """What replaces the lists of DTensors among the arguments by those of their blocks."""
+    match is_list:
+        case [True]:
+            return lambda args: ([t._local_tensor for t in args[0]],)
+        case [True, False]:
+            return lambda args: ([t._local_tensor for t in args[0]], args[1])
+        case [True, True]:
+            return lambda args: ([t._local_tensor for t in args[0]], [t._local_tensor for t in args[1]])
+    return lambda args: [
+        [t._local_tensor for t in a] if li else a for a, li in zip(args, is_list, strict=True)
+    ]
 
 
 def _is_list_of_blocks(value: Any) -> bool:
