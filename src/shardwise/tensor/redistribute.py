@@ -37,7 +37,7 @@ from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
 from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["Redistribute", "densify", "grad_layout", "move", "redistribute", "to_layout"]
+__all__ = ["Redistribute", "densify", "grad_layout", "move", "redistribute", "returned_layout", "to_layout"]
 
 
 def redistribute(
@@ -125,7 +125,7 @@ def grad_layout(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _returned_layout(source: Layout, target: Layout, grad: Layout) -> Layout:
+def returned_layout(source: Layout, target: Layout, grad: Layout) -> Layout:
     """The layout in which a gradient returns to the source of a redistribution to a target.
 
     Where all three are pending sums, or averages, nothing was done and the terms go back as they are.
@@ -198,7 +198,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         forward, backward = ctx.dtypes
-        target = _returned_layout(ctx.source, ctx.target, grad._spec.layout)
+        target = returned_layout(ctx.source, ctx.target, grad._spec.layout)
         grad = densify(grad, target)
         if torch.is_grad_enabled() or has_tangent(grad):
             out = Redistribute.apply(grad, target, ctx.units, ctx.async_op, backward, forward)  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from shardwise.layout import Layout, LayoutError, Placement, Spec, contiguous_st
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.redistribute import densify, grad_layout
+from shardwise.tensor.redistribute import densify, returned_layout
 from shardwise.torch_internals.dispatcher import below_autograd
 
 __all__ = ["PendingBlocks", "move_blocks", "redistribute_many", "start_moving_blocks"]
@@ -123,7 +123,7 @@ class _RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, targets: tuple[Layout, ...], async_op: bool, *tensors: DTensor) -> Any:
-        ctx.layouts, ctx.async_op = [x._spec.layout for x in tensors], async_op
+        ctx.layouts, ctx.targets, ctx.async_op = [x._spec.layout for x in tensors], targets, async_op
         ctx.set_materialize_grads(False)
         out = _redistribute_many(targets, async_op, tensors)
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, out, strict=True) if not x.requires_grad))
@@ -133,7 +133,8 @@ class _RedistributeMany(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         out: list[Any] = [None] * len(grads)
         given = [i for i, g in enumerate(grads) if g is not None]
-        targets = tuple(grad_layout(ctx.layouts[i]) for i in given)
+        layouts = [(ctx.layouts[i], ctx.targets[i], grads[i]._spec.layout) for i in given]
+        targets = tuple(returned_layout(*three) for three in layouts)
         dense = [densify(grads[i], target) for i, target in zip(given, targets, strict=True)]
         if given:
             moved = _RedistributeMany.apply(targets, ctx.async_op, *dense)  # type: ignore[no-untyped-call]
