@@ -12,7 +12,7 @@ DEMO ?=
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-torch lint format bench sweep clients models refusals rules docs clean
+.PHONY: help demo test test-deep test-torch lint format bench sweep clients models refusals chaos fuzz rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,12 @@ models: $(DEV)  ## every model of transformers that carries a plan, tiny, agains
 
 refusals: $(DEV)  ## programs that torch refuses or gets wrong, with torch's and with ours (REFUSALS="7 8 15")
 	$(BIN)/python -m benchmarks.refusals $(REFUSALS)
+
+chaos: $(DEV)  ## kill training runs 300 times at drawn moments, by hand and under torchrun, resume them on other meshes, compare (CHAOS="--seed 7 --kills 900")
+	$(BIN)/python -m tests.checkpoint.chaos --kills 300 --torchrun 3 $(CHAOS)
+
+fuzz: $(DEV)  ## load 100,000 fuzzed checkpoints
+	SHARDWISE_FUZZ=100000 $(BIN)/python -m pytest tests/checkpoint/test_damage.py -k fuzzed
 
 rules: $(DEV)  ## write the printed tables of rules and routes anew
 	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt

@@ -1,13 +1,16 @@
 """Data-parallel training steps compared with torch's FSDP2 and DDP and with code by hand: time, bytes and memory.
 
 Two gloo processes with one thread each train the same residual MLP, each block of it in a group of its own. All candidates make
-a step in turn, so that the load of the machine is the same for all. The times are those of the fastest tenth of the turns. The second
-line of a size is the CPU time of a rank, which other programs on the machine disturb less. Peak memory is that of all tensors
-of a rank beyond the parameters as they are stored, and includes buffers that an engine keeps between steps.
+a step in turn, in an order that is drawn anew for each turn, so that the load of the machine and what ran before are the same
+for all. `replicate` is in DDP's form, with plain parameters, and "DTensors" in that of a mesh. The times are those of the
+fastest tenth of the turns. The second line of a size is the CPU time of a rank, which other programs on the machine disturb less.
+Peak memory is that of all tensors of a rank beyond the parameters as they are stored, and includes buffers that an engine keeps
+between steps.
 """
 
 import argparse
 import copy
+import random
 import time
 import weakref
 from collections.abc import Callable
@@ -66,7 +69,8 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {
         "fully_shard": sharded(fully_shard),
         "FSDP2": sharded(torch_fully_shard),
-        "replicate": replicate(copy.deepcopy(model), mesh=mesh),
+        "replicate": replicate(copy.deepcopy(model), device_mesh=mesh),
+        "DTensors": replicate(copy.deepcopy(model), mesh=mesh),
         "DDP": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
     }
 
@@ -103,8 +107,9 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in steps}
     busy: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
+    order = random.Random(0)  # the same on all ranks: what ran before a candidate changes its time
     for _ in range(turns + 3):
-        for name, step in steps.items():
+        for name, step in order.sample(list(steps.items()), len(steps)):
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             loss = step(x)
@@ -161,7 +166,7 @@ def peak_memory(size: str) -> dict[str, tuple[int, int]]:
                 net(x).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        ours = name in ("fully_shard", "replicate")
+        ours = name not in ("FSDP2", "DDP")
         found[name] = memory.peak - stored, explain(net).peak_bytes if ours else 0
     return found
 
@@ -179,8 +184,12 @@ def main() -> None:
     print("peak memory of a medium step, beyond the stored parameters:")
     for name, (peak, predicted) in peaks.items():
         print(f"  {name:12}{peak:>12,} B" + (f"   {predicted:,} B predicted" if predicted else ""))
-    names = ("fully_shard", "FSDP2", "hand", "replicate", "DDP")
-    print(f"{'size':8}" + "".join(f"{n:>13}" for n in names) + "    /FSDP2   /hand    /DDP   bytes per rank")
+    names = ("fully_shard", "FSDP2", "hand", "replicate", "DTensors", "DDP")
+    print(
+        f"{'size':8}"
+        + "".join(f"{n:>13}" for n in names)
+        + "    /FSDP2   /hand    /DDP  DTs/DDP  bytes per rank"
+    )
     for size in sizes:
         results = launch(measure, 2, size, turns, foreach or None)
         for name, loss in results[0][2].items():
@@ -189,7 +198,12 @@ def main() -> None:
         for kind, label, text in ((0, size, note), (1, "  CPU", "")):
             took = {n: max(r[kind][n] for r in results) * 1e3 for n in names}
             ours, replicated = took["fully_shard"], took["replicate"]
-            ratios = (ours / took["FSDP2"], ours / took["hand"], replicated / took["DDP"])
+            ratios = (
+                ours / took["FSDP2"],
+                ours / took["hand"],
+                replicated / took["DDP"],
+                took["DTensors"] / took["DDP"],
+            )
             shown = "".join(f"{took[n]:>10.2f} ms" for n in names)
             print(f"{label:8}{shown}  " + "".join(f"{r:>8.2f}" for r in ratios) + f"   {text}")
 

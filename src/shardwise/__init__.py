@@ -20,6 +20,8 @@ from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.comm.measure import measure_costs as _measure_costs
 from shardwise.dispatch import dispatch as _dispatch
 from shardwise.drop_in import InstallError, install, installed
+from shardwise.drop_in import support_state_dicts as _support_state_dicts
+from shardwise.faults import PeerError, guard
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.layout import StridedShard as _StridedShard  # noqa: F401
 from shardwise.ops import install_patches as _install_patches
@@ -46,6 +48,7 @@ _never_compile(_dispatch)
 CostModel.measure = staticmethod(_measure_costs)
 _install_patches()
 _support_foreach(DTensor)
+_support_state_dicts()
 _prove_by(_prove)
 
 __version__ = "0.1.0"
@@ -62,6 +65,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "Partial",
+    "PeerError",
     "PerRank",
     "Placement",
     "PlainTensorError",
@@ -80,6 +84,7 @@ __all__ = [
     "fork_rng",
     "full",
     "get_rng_state",
+    "guard",
     "init_device_mesh",
     "install",
     "installed",
@@ -106,7 +111,7 @@ __all__ = [
 ]
 
 _SUBMODULES = frozenset(
-    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils debug device_mesh experimental placement_types".split()
+    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils checkpoint compile debug device_mesh experimental placement_types".split()
 )
 """Modules that torch's package has as attributes; ours are imported when they are first asked for."""
 

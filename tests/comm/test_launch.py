@@ -1,6 +1,7 @@
 """Launching functions on local processes: results, failures, persistent workers, scripts."""
 
 import _thread
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise as sw
 from shardwise.comm.launch import LaunchError, Workers, launch
 
 # Tests of failures mostly launch a lambda or closure: those fork, which takes a tenth of a second instead of two.
@@ -72,6 +74,19 @@ def write_and_wait() -> None:
 
 def rank_in_message() -> None:
     raise ValueError(f"boom on {dist.get_rank()}")
+
+
+def ignore_a_fault() -> int:
+    """Call different collectives on the ranks, and catch the error."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.ones(4, 2 + dist.get_rank()), mesh, [sw.Shard(0)], src_data_rank=None)
+    with contextlib.suppress(sw.PeerError):
+        x.full_tensor()
+    return os.getpid()
+
+
+def hash_of_text() -> int:
+    return hash("dp")
 
 
 def leave_group() -> int:
@@ -219,7 +234,7 @@ def test_an_exception_names_its_rank_and_stops_the_rest(pids: Path) -> None:
     assert "in boom" in caught.value.traceback
     assert "in boom" in str(caught.value)
     assert "worker_process.py" not in caught.value.traceback
-    assert "stopped before the end: ranks 0, 2" in str(caught.value)
+    assert "then failed: ranks 0, 2" in str(caught.value)  # they are told by the guard
     assert len(noted_pids(pids)) == 3
     assert not any(map(alive, noted_pids(pids)))
 
@@ -311,7 +326,9 @@ def test_a_broken_connection_is_explained() -> None:
         else:
             dist.barrier()
 
-    with pytest.raises(LaunchError, match=r"(?s)rank 0 of 2 raised .*why: Its connection to another rank"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)rank 0 of 2 raised .*rank 1 of 2 left the process group while others wait"
+    ):
         launch(body, 2, timeout=20)
 
 
@@ -451,6 +468,22 @@ def test_workers_restart_when_the_group_is_destroyed_or_a_worker_killed(workers:
     os.waitid(os.P_PID, second[0], os.WEXITED | os.WNOWAIT)
     assert [y.item() for _, y in workers.run(total, torch.tensor(1.0))] == [3, 3]
     assert not any(map(alive, [*first, *second]))
+
+
+@pytest.mark.usefixtures("temp_of_workers")
+def test_workers_restart_after_a_fault_that_the_function_caught(workers: Workers) -> None:
+    first = workers.run(ignore_a_fault)
+    assert [y.item() for _, y in workers.run(total, torch.tensor(1.0))] == [3, 3]
+    assert not any(map(alive, first))
+
+
+@pytest.mark.parametrize("seed", [None, "random", "7"])
+def test_all_ranks_hash_alike(monkeypatch: pytest.MonkeyPatch, seed: str | None) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    one, other = launch(hash_of_text, 2)
+    assert one == other
 
 
 def test_workers_report_what_they_cannot_import(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,17 @@ def test_the_same_training_with_all_ranks_in_one_process(run: Run, name: str):
     assert _worst(found) < 1e-9
 
 
+def test_what_a_simulation_cannot_run_is_refused(run: Run):
+    (errors,) = run(f"{HERE}:not_simulated")
+    assert errors["fully_shard"].endswith("FSDPParam.__init__ was called in a simulation.")
+    assert errors["dispatched"] == errors["fully_shard"]
+    assert (
+        errors["experts"] == "The loader of experts that are split between ranks was called in a simulation."
+    )
+    assert errors["clip"] == "stack returned a DTensor for each rank of a simulation."
+    assert errors["save"].startswith("storage differs between the simulated ranks (rank 0: ")
+
+
 ACCELERATED = [("fsdp", 2), *([("hsdp", 4), ("tp", 2), ("fsdp x tp", 4)] if DEEP else [])]
 
 

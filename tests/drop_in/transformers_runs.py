@@ -140,11 +140,37 @@ def simulate(ranks: int, **how: Any) -> dict[str, Any]:
         return train(simulated=True, clip=False, save=False, **how)
 
 
-def _give_each_rank_its_own(model: nn.Module, dense: nn.Module) -> None:
-    """What differs between processes: copies of parameters that are not DTensors, and the blocks that the loader reads.
+def not_simulated() -> dict[str, str]:
+    """What is refused in a simulation, and the first line of each error."""
+    from torch.distributed.fsdp import fully_shard
 
-    The loader of transformers asks for the numbers of one rank; one program that runs for all ranks gets those of the first.
-    """
+    import shardwise
+
+    def loaded(name: str, mode: str) -> nn.Module:
+        dense, model, _ = load(name, mode)
+        _give_each_rank_its_own(model, dense)
+        model(input_ids=_tokens(1), labels=_tokens(1)).loss.backward()
+        return model
+
+    programs = {
+        "fully_shard": lambda: fully_shard(nn.Linear(4, 4)),
+        "clip": lambda: nn.utils.clip_grad_norm_(loaded("Llama", "tp").parameters(), 1.0),
+        "save": lambda: loaded("Llama", "tp").save_pretrained(Path(_shared_folder())),
+        "experts": lambda: loaded("Mixtral", "ep"),
+        "dispatched": lambda: loaded("Mixtral", "fsdp x ep, dispatched"),
+    }
+    out = {}
+    for name, program in programs.items():
+        with shardwise.simulate(2), Float64():
+            try:
+                program()
+            except (RuntimeError, TypeError) as error:
+                out[name] = str(error).split("\n")[0]
+    return out
+
+
+def _give_each_rank_its_own(model: nn.Module, dense: nn.Module) -> None:
+    """What differs between processes: copies of parameters that are not DTensors."""
     import shardwise
 
     wanted = dict(dense.named_parameters(remove_duplicate=False))
@@ -153,10 +179,7 @@ def _give_each_rank_its_own(model: nn.Module, dense: nn.Module) -> None:
             if p is None:
                 continue
             value = wanted[f"{path}.{name}"].detach()
-            if isinstance(p, shardwise.DTensor):
-                with torch.no_grad():
-                    p.copy_(shardwise.distribute_tensor(value, p.device_mesh, p.placements))
-            else:
+            if not isinstance(p, shardwise.DTensor):
                 spread = shardwise.per_rank(lambda rank, value=value: value.clone().requires_grad_())
                 module._parameters[name] = spread
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardwise.comm.worker_handle import Worker, encode_job, fork, spawn
 from shardwise.comm.worker_process import Done, Failed, Job, Stack, WorkerConfig, decode, encode
+from shardwise.faults import guard
 
 __all__ = ["LaunchError", "Workers", "launch"]
 
@@ -310,7 +311,8 @@ def _run_here(fn: Callable[..., T], nprocs: int, args: tuple[object, ...], timeo
     rank = dist.get_rank()
     try:
         try:
-            value = encode(fn(*args))
+            with guard():
+                value = encode(fn(*args))
         except Exception as error:
             what = "".join(traceback.format_exception_only(error)).strip()
             raise LaunchError(

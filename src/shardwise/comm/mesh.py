@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.faults import watch_world
 from shardwise.layout import Axes, Factor, Layout, LayoutError
 from shardwise.torch_internals.mesh import axis_group_names, innermost_mesh, sibling_ranks
 from shardwise.torch_internals.process_groups import create_group
@@ -190,6 +191,7 @@ def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
         me, on = coord_of(mesh), axes_of(mesh)
         if me is None:
             raise RuntimeError("a rank that is not on the mesh has no group on it")
+        watch_world()
         here = on.number(me)
         mine = next(ranks for ranks in siblings_of(mesh) if ranks[here] == mesh.get_rank())
         start = on.number([0 if a in axes else i for a, i in enumerate(me)])

@@ -233,6 +233,13 @@ def join(results: Mapping[int, Any], what: str) -> Any:
     """Join the results of all ranks: tensors as PerRank, other values if they are equal on all ranks."""
     first, *others = results.values()
     if isinstance(first, Tensor) and all(isinstance(v, Tensor) for v in others):
+        if hasattr(first, "device_mesh"):
+            raise TypeError(
+                f"{what} returned a DTensor for each rank of a simulation.\n"
+                "  why: It got tensors of each rank (PerRank), perhaps beside DTensors, which span all ranks.\n"
+                "  fix: Pass DTensors only, DTensor.from_local(x, mesh, [Replicate()]) of a tensor of each rank, or run on real\n"
+                "       processes with shardwise.launch. A function for per_rank takes DTensors from outside."
+            )
         return PerRank(results)
     if isinstance(first, list | tuple) and not isinstance(first, torch.Size) and _holds_tensor(first):
         if all(isinstance(v, type(first)) and len(v) == len(first) for v in others):
@@ -245,12 +252,17 @@ def join(results: Mapping[int, Any], what: str) -> Any:
         return RankHandles(results)
     elif not isinstance(first, Tensor) and all(_are_equal(v, first) for v in others):
         return first
-    shown = ", ".join(f"rank {r}: {v}" for r, v in list(results.items())[:4])
+    shown = ", ".join(f"rank {r}: {_shortened(v)}" for r, v in list(results.items())[:4])
     raise RuntimeError(
         f"{what} differs between the simulated ranks ({shown}{', …' if len(results) > 4 else ''}).\n"
         "  why: One program runs for all ranks, so a value that is not a tensor must be equal on all of them.\n"
         "  fix: Read x.ranks, or compute a tensor with shardwise.per_rank(lambda rank, x: …, x)"
     )
+
+
+def _shortened(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 120 else text[:120] + "…"
 
 
 class RankHandles:

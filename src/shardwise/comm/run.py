@@ -23,12 +23,22 @@ from shardwise.comm.mesh import (
 )
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, as_received, recipe_for
+from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
+from shardwise.layout import dtype_text
 from shardwise.plan import AllReduce, Plan, Step
-from shardwise.torch_internals.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from shardwise.torch_internals.collectives import (
+    Note,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    note_of,
+    reduce_scatter,
+    wait,
+)
 from shardwise.torch_internals.dispatcher import below_autograd
 
-__all__ = ["run", "start"]
+__all__ = ["entry_of", "real_stage", "run", "start"]
 
 _Stage = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 """A compiled step: a function that starts it, and one that completes it, given the first one's result and the block."""
@@ -48,7 +58,7 @@ def start(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor | Pending:
     """Like `run`, but return a `Pending` that waits for the last collective, if there is one."""
     program = _program(plan, block, mesh)
     last = max((i for i, step in enumerate(plan.steps) if step.is_collective), default=None)
-    if last is None or not program or type(block) is PerRank:
+    if last is None or not program or type(block) is PerRank or recorders:
         return run(plan, block, mesh)
     for begin, finish in program[:last]:
         block = finish(begin(block), block)
@@ -76,14 +86,14 @@ def _is_received_as_it_is(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> b
 
 def _program(plan: Plan, block: Tensor, mesh: DeviceMesh) -> tuple[_Stage, ...]:
     """The plan compiled for this mesh and dtype; empty on a rank that is not on the mesh."""
-    compiler = _real
+    compiler = _recorded if recorders else real_stage
     if type(block) is PerRank:
         compiler = _dry_run if next(iter(block._blocks.values())).is_meta else _simulated
     key = (plan, block.dtype, compiler)
     program: tuple[_Stage, ...] | None = _programs.find(mesh, key)
     if program is None:
         dtype = block.dtype
-        is_here = compiler is not _real or coord_of(mesh) is not None
+        is_here = compiler is not real_stage or coord_of(mesh) is not None
         steps = plan.steps if is_here else ()
         program = _programs.get(mesh, key, lambda: tuple(compiler(step, mesh, dtype) for step in steps))
     return program
@@ -93,19 +103,20 @@ def _as_begun(coming: Tensor, block: Tensor) -> Tensor:
     return coming
 
 
-def _real(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
+def real_stage(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
     """A step on this rank of a process group."""
     recipe = recipe_for(step, coord_of(mesh) or (), dtype)
     if not step.is_collective:
         return recipe.pack, _as_begun
-    call = _collective(recipe, group_of(mesh, step.axes).name, step.group_size)
+    note = note_of(f"{step} {dtype_text(dtype)}")
+    call = _collective(recipe, group_of(mesh, step.axes).name, step.group_size, note)
     pack, unpack, decode = recipe.pack, recipe.unpack, recipe.codec.decode
     encode = recipe.codec.encode
 
     def begin(block: Tensor) -> Tensor:
         wire = encode(pack(block))
         if is_counting():
-            record(_entry(step, recipe, wire))
+            record(entry_of(step, recipe, wire))
         with below_autograd():  # where torch has a kernel in Python for each functional collective
             return call(wire)
 
@@ -117,21 +128,26 @@ def _real(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
     return begin, finish
 
 
-def _collective(recipe: Recipe, group: str, size: int) -> Callable[[Tensor], Tensor]:
+def _recorded(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
+    """A step of a program that is being captured."""
+    return (lambda block: recorders[-1].move(step, block, mesh)), _as_begun
+
+
+def _collective(recipe: Recipe, group: str, size: int, note: Note) -> Callable[[Tensor], Tensor]:
     op, scale = recipe.codec.op, recipe.codec.scale
     match recipe.call:
         case "all_gather":
-            return lambda wire: all_gather(wire, size, group)
+            return lambda wire: all_gather(wire, size, group, note)
         case "all_reduce":
-            return lambda wire: all_reduce(wire, op, group)
+            return lambda wire: all_reduce(wire, op, group, note)
         case "reduce_scatter":
-            return lambda wire: reduce_scatter(wire, op, size, group)
+            return lambda wire: reduce_scatter(wire, op, size, group, note)
         case _:
             receive, send = [n * scale for n in recipe.receive], [n * scale for n in recipe.send]
-            return lambda wire: all_to_all(wire, receive, send, group)
+            return lambda wire: all_to_all(wire, receive, send, group, note)
 
 
-def _entry(step: Step, recipe: Recipe, wire: Tensor) -> Sent:
+def entry_of(step: Step, recipe: Recipe, wire: Tensor) -> Sent:
     """The bytes that one rank sends, by the ring algorithm of each collective."""
     n = step.group_size
     match recipe.call:
@@ -157,7 +173,7 @@ def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
     def run_collective(block: Tensor) -> Tensor:
         wires = {r: recipe.codec.encode(recipe.pack(_block(block, r))) for r, recipe in recipes.items()}
         if is_counting():
-            entries = [_entry(step, recipes[r], wire) for r, wire in wires.items()]
+            entries = [entry_of(step, recipes[r], wire) for r, wire in wires.items()]
             record(replace(entries[0], bytes=sum((e.bytes for e in entries), Fraction(0))))
         out = {}
         for group in groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -14,18 +15,22 @@ from shardwise.comm.grouped_recipe import GroupedRecipe, grouped_recipe_for
 from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import PerMesh, coord_of, group_of, groups_along, members_of
 from shardwise.comm.per_rank import PerRank
+from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
+from shardwise.layout import dtype_text
 from shardwise.plan import GroupedPlan, GroupedStep
 from shardwise.torch_internals.collectives import (
+    Note,
     all_gather,
     all_reduce,
     all_reduce_in_place,
     all_to_all,
+    note_of,
     reduce_scatter,
     wait,
 )
 
-__all__ = ["PendingBlocks", "run_many", "start_many"]
+__all__ = ["PendingBlocks", "entry_of", "real_stage", "run_many", "start_many"]
 
 _Blocks = list[Tensor]
 _Stage = tuple[Callable[[_Blocks], Tensor], Callable[[Tensor, Sequence[Tensor]], _Blocks]]
@@ -81,7 +86,7 @@ def start_many(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) ->
     """Like `run_many`, but only start the last collective; the caller may write to the blocks meanwhile."""
     out, program = list(blocks), _program(plan, blocks, mesh)
     last = max((i for i, step in enumerate(plan.steps) if step.is_collective), default=None)
-    if last is None or not program or type(blocks[0]) is PerRank:
+    if last is None or not program or type(blocks[0]) is PerRank or recorders:
         return PendingBlocks.completed(_complete(plan, out, program, 0))
     out = _complete(plan, out, program[:last], 0)
     members = [m.tensor for m in plan.steps[last].members]
@@ -113,7 +118,7 @@ def _program(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> t
     """The plan compiled for this mesh; empty on a rank that is not on the mesh."""
     if not plan.steps:
         return ()
-    compiler = _simulated if type(blocks[0]) is PerRank else _real
+    compiler = _simulated if type(blocks[0]) is PerRank else _recorded if recorders else real_stage
     key = (plan, compiler)
     program: tuple[_Stage, ...] | None = _programs.find(mesh, key)
     if program is None:
@@ -123,18 +128,19 @@ def _program(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> t
     return program
 
 
-def _real(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:
+def real_stage(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:
     """A grouped step on this rank of a process group."""
     recipe = grouped_recipe_for(step, coord_of(mesh) or (), dtypes)
     if not step.is_collective:
         return recipe.pack, recipe.unpack
-    call = _collective(recipe, group_of(mesh, step.axes).name, step.group_size)
+    note = note_of(_text(step, dtypes))
+    call = _collective(recipe, group_of(mesh, step.axes).name, step.group_size, note)
     pack, unpack, (encode, decode, *_) = recipe.pack, recipe.unpack, recipe.codec
 
     def begin(blocks: _Blocks) -> Tensor:
         wire = encode(pack(blocks))
         if is_counting():
-            record(_entry(step, recipe, Fraction(_sent(step, recipe, wire))))
+            record(entry_of(step, recipe, wire))
         return call(wire)
 
     def finish(coming: Tensor, blocks: Sequence[Tensor]) -> _Blocks:
@@ -143,21 +149,35 @@ def _real(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _St
     return begin, finish
 
 
-def _collective(recipe: GroupedRecipe, group: str, size: int) -> Callable[[Tensor], Tensor]:
+def _recorded(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:
+    """A grouped step of a program that is being captured."""
+    return (lambda blocks: blocks[0]), lambda _, blocks: recorders[-1].move_many(step, blocks, mesh)
+
+
+def _text(step: GroupedStep, dtypes: list[torch.dtype]) -> str:
+    """What a grouped collective is about: its first tensors, and a number that stands for all of them."""
+    every = [f"{m.step} {dtype_text(d)}" for m, d in zip(step.members, dtypes, strict=True)]
+    more = f", and {len(every) - 1} more (number {zlib.crc32(','.join(every).encode())})"
+    return f"grouped {every[0]}{more if len(every) > 1 else ''}"
+
+
+def _collective(recipe: GroupedRecipe, group: str, size: int, note: Note) -> Callable[[Tensor], Tensor]:
     op = recipe.codec.op
     match recipe.call:
         case "all_gather":
-            return lambda wire: all_gather(wire, size, group)
+            return lambda wire: all_gather(wire, size, group, note)
         case "all_reduce":
             # the packed buffer belongs to this step; tensors of a trace must not be written to
             return lambda wire: (
-                all_reduce_in_place(wire, op, group) if type(wire) is Tensor else all_reduce(wire, op, group)
+                all_reduce_in_place(wire, op, group, note)
+                if type(wire) is Tensor
+                else all_reduce(wire, op, group, note)
             )
         case "reduce_scatter":
-            return lambda wire: reduce_scatter(wire, op, size, group)
+            return lambda wire: reduce_scatter(wire, op, size, group, note)
         case _:
             receive, send = list(recipe.receive), list(recipe.send)
-            return lambda wire: all_to_all(wire, receive, send, group)
+            return lambda wire: all_to_all(wire, receive, send, group, note)
 
 
 def _sent(step: GroupedStep, recipe: GroupedRecipe, wire: Tensor) -> Fraction:
@@ -177,6 +197,11 @@ def _sent(step: GroupedStep, recipe: GroupedRecipe, wire: Tensor) -> Fraction:
 def _entry(step: GroupedStep, recipe: GroupedRecipe, sent: Fraction) -> Sent:
     axes = step.members[0].step.source.axes.names_of(step.axes)
     return Sent(step.kind, recipe.call, axes, step.group_size, sent, grouped=True)
+
+
+def entry_of(step: GroupedStep, recipe: GroupedRecipe, wire: Tensor) -> Sent:
+    """What one rank sends, given the tensor that it sends."""
+    return _entry(step, recipe, Fraction(_sent(step, recipe, wire)))
 
 
 def _simulated(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,7 +25,15 @@ __all__ = ["at_simulation_end", "forget_world", "is_simulated", "on_mesh", "per_
 
 _simulated: list[int] = []  # the world size, inside a simulation
 _at_end: list[Callable[[], object]] = []
-_current_rank: list[int | None] = [None]  # the rank whose part of `per_rank` runs
+
+
+class _CurrentRank(threading.local):
+    """The rank whose part of `per_rank` runs in this thread."""
+
+    rank: int | None = None
+
+
+_current = _CurrentRank()
 
 
 def is_simulated() -> bool:
@@ -47,7 +56,7 @@ def forget_world() -> None:
 
 
 def _run_plain(name: str, *args: Any) -> Any:
-    if (rank := _current_rank[-1]) is not None:
+    if (rank := _current.rank) is not None:
         raise RuntimeError(
             f"torch.distributed.{name} was called inside per_rank, for rank {rank}.\n"
             "  why: In a simulation per_rank calls its function for one rank after the other.\n"
@@ -107,7 +116,7 @@ def simulate(world_size: int) -> Iterator[None]:
         stack.callback(forget_world)
         stack.enter_context(restored_mesh_stack())
         # nothing is sent: collectives run on the blocks of all ranks, in PerRank tensors
-        stack.enter_context(simulated_world(world_size, _run_plain, lambda: _current_rank[-1]))
+        stack.enter_context(simulated_world(world_size, _run_plain, lambda: _current.rank))
         _simulated.append(world_size)
         stack.callback(_simulated.pop)
         stack.enter_context(known_meshes())
@@ -141,11 +150,11 @@ def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
 
 
 def _as_rank(rank: int, fn: Callable[..., Any], *values: Any) -> Any:
-    _current_rank.append(rank)
+    before, _current.rank = _current.rank, rank
     try:
         return fn(rank, *values)
     finally:
-        _current_rank.pop()
+        _current.rank = before
 
 
 def _rank_values(values: tuple[Any, ...], rank: int) -> list[Any]:

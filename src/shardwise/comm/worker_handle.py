@@ -98,10 +98,15 @@ def spawn(config: WorkerConfig) -> Worker:
     code = "import sys; sys.path[:] = sys.argv[2:]; from shardwise.comm.worker_process import main; main()"
     options = ["-O"] * sys.flags.optimize + [f"-W{option}" for option in sys.warnoptions]
     options += [f"-X{key}" if value is True else f"-X{key}={value}" for key, value in sys._xoptions.items()]
+    # one hash seed for all ranks: a loop over a set of names must create tensors in the same order everywhere
+    environment = {"PYTHONHASHSEED": "0", **os.environ}
+    if environment["PYTHONHASHSEED"] == "random":
+        environment["PYTHONHASHSEED"] = "0"
     with there:
         process = subprocess.Popen(
             [sys.executable, *options, "-c", code, str(there.fileno()), *map(str, sys.path)],
             stdin=subprocess.DEVNULL,
+            env=environment,
             pass_fds=(there.fileno(),),
             start_new_session=True,  # its own process group, so that `kill` reaches the children of fn
         )

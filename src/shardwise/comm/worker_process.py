@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.faults import FOLDER_VARIABLE, PeerError, current_session, guard
+
 __all__ = ["Done", "Failed", "Job", "Stack", "WorkerConfig", "decode", "encode", "main", "main_of_fork"]
 
 Job = tuple[Callable[..., object], tuple[object, ...]]
@@ -51,7 +53,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The task returned. `clean`: the world group is the one that was joined first."""
+    """The task returned. `clean`: the world group is the one that was joined first, and its connections hold."""
 
     rank: int
     value: bytes
@@ -129,14 +131,19 @@ def _serve(conn: Connection, config: WorkerConfig, load: Callable[[bytes], Any])
     world, request, payload = 0, "join", b""
     while request != "stop":
         answer: Done | Failed
+        when = time.time()
         try:
             fn, args = (_join, (config,)) if request == "join" else load(payload)
-            value = encode(fn(*args))
+            with guard():  # which may wait for the other ranks after an error
+                try:
+                    value = encode(fn(*args))
+                finally:
+                    when = time.time()
             # the id, because a reference would keep the connections of a destroyed group
             world = world or id(dist.group.WORLD)
-            answer = Done(config.rank, value, clean=id(dist.group.WORLD) == world)
+            answer = Done(config.rank, value, clean=_is_intact(world))
         except BaseException as error:  # sys.exit() in fn, too, is an answer
-            answer = _failure(config.rank, error, clean=id(dist.group.WORLD) == world)
+            answer = _failure(config.rank, error, when, clean=_is_intact(world))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with lock:
@@ -151,6 +158,7 @@ def _join(config: WorkerConfig) -> None:
         # local ranks need no other interface, whatever the name of the host resolves to
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ[FOLDER_VARIABLE] = config.folder  # which the parent removes
     store = dist.FileStore(os.path.join(config.folder, "store"), config.nprocs)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.nprocs)
 
@@ -184,7 +192,13 @@ def _stack() -> str:
     return "".join(traceback.format_list(stack[start:]))
 
 
-def _failure(rank: int, error: BaseException, clean: bool) -> Failed:
+def _is_intact(world: int) -> bool:
+    """Whether the world group still is the one with this id, and no fault broke it, not even one that the task caught."""
+    session = current_session()
+    return id(dist.group.WORLD) == world and (session is None or session.fault is None)
+
+
+def _failure(rank: int, error: BaseException, when: float, clean: bool) -> Failed:
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # starting at fn
     text = "".join(traceback.format_exception(type(error), error, frames))
     line = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
@@ -192,11 +206,21 @@ def _failure(rank: int, error: BaseException, clean: bool) -> Failed:
     while link not in links and link is not None:
         links.append(link)
         link = link.__cause__ or link.__context__  # type: ignore[assignment]
-    peer = any(isinstance(link, RuntimeError) and _CONNECTION_BROKE.search(str(link)) for link in links)
+    told = any(isinstance(link, PeerError) for link in links)
+    broke = any(isinstance(link, RuntimeError) and _CONNECTION_BROKE.search(str(link)) for link in links)
     hint = "why: Its connection to another rank broke or timed out.\n"
     hint += "fix: Let every rank call every collective before it destroys the group."
     kind = type(error).__qualname__
-    return Failed(rank, time.time(), kind, f"raised {line}", hint if peer else "", text, peer, clean)
+    return Failed(
+        rank,
+        when,
+        kind,
+        f"raised {line}",
+        hint if broke and not told else "",
+        text,
+        broke or told,
+        clean,
+    )
 
 
 class _Unpickler(pickle.Unpickler):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
 from shardwise.call.view_mode import mode_of_view
 from shardwise.call.writes import note_writes, watched
+from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
+from shardwise.dispatch.failure import note_failure
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide
 from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
@@ -32,51 +35,55 @@ at_simulation_end(lambda: forget_decisions(plans=False))  # routes refer to mesh
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run an op on DTensors: find the route of calls like this one, or choose one, and take it."""
-    if watched or inference_tensors or in_inference_mode():
-        return _dispatch(func, args, kwargs or _NO_KWARGS)
-    try:  # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way
-        entry, form, runs = (active.get() or inherited()).routes[id(func)]
-        key: Any
-        if kwargs:
-            if form is ONE_TENSOR and len(args) == 1:
-                key = (args[0]._spec, *kwargs, *kwargs.values())
-            elif (
-                form is TWO_TENSORS
-                and entry[1]
-                and [*map(type, kwargs.values())] == _FLOAT
-                and len(args) == 2
-            ):
-                key = (args[0]._spec, args[1]._spec, *kwargs, float)  # an update of an optimizer
-            else:
-                key = call_key(entry, args, kwargs)
-        elif form is ONE_TENSOR:
-            if len(args) == 1:
-                key = args[0]._spec
-            elif type(args[1]) is list:
-                key = (args[0]._spec, *args[1], args[2:])
-            else:
-                key = (args[0]._spec, args[1:])
-        elif form is TWO_TENSORS:
-            kind = type(args[1])
-            if kind is DTensor:
-                if len(args) == 2:
-                    key = (args[0]._spec, args[1]._spec)
-                elif len(args) == 3 and type(args[2]) is DTensor:
-                    key = (args[0]._spec, args[1]._spec, args[2]._spec)
+    try:
+        if watched or inference_tensors or in_inference_mode():
+            return _dispatch(func, args, kwargs or _NO_KWARGS)
+        try:  # the commonest keys in place, others in `call_key`: equal calls must have equal keys either way
+            entry, form, runs = (active.get() or inherited()).routes[id(func)]
+            key: Any
+            if kwargs:
+                if form is ONE_TENSOR and len(args) == 1:
+                    key = (args[0]._spec, *kwargs, *kwargs.values())
+                elif (
+                    form is TWO_TENSORS
+                    and entry[1]
+                    and [*map(type, kwargs.values())] == _FLOAT
+                    and len(args) == 2
+                ):
+                    key = (args[0]._spec, args[1]._spec, *kwargs, float)  # an update of an optimizer
+                else:
+                    key = call_key(entry, args, kwargs)
+            elif form is ONE_TENSOR:
+                if len(args) == 1:
+                    key = args[0]._spec
+                elif type(args[1]) is list:
+                    key = (args[0]._spec, *args[1], args[2:])
+                else:
+                    key = (args[0]._spec, args[1:])
+            elif form is TWO_TENSORS:
+                kind = type(args[1])
+                if kind is DTensor:
+                    if len(args) == 2:
+                        key = (args[0]._spec, args[1]._spec)
+                    elif len(args) == 3 and type(args[2]) is DTensor:
+                        key = (args[0]._spec, args[1]._spec, args[2]._spec)
+                    else:
+                        key = call_key(entry, args, _NO_KWARGS)
+                elif kind is float and len(args) == 2 and entry[1]:
+                    key = (args[0]._spec, float)
                 else:
                     key = call_key(entry, args, _NO_KWARGS)
-            elif kind is float and len(args) == 2 and entry[1]:
-                key = (args[0]._spec, float)
+            elif form is LIST and (specs := specs_of(args[0])) is not None:
+                key = (args[1:], specs)
             else:
                 key = call_key(entry, args, _NO_KWARGS)
-        elif form is LIST and (specs := specs_of(args[0])) is not None:
-            key = (args[1:], specs)
-        else:
-            key = call_key(entry, args, _NO_KWARGS)
-        run = runs[key]
-    except _UNKNOWN:
-        return _dispatch(func, args, kwargs or _NO_KWARGS)
-    return run(args, kwargs or _NO_KWARGS)
+            run = runs[key]
+        except _UNKNOWN:
+            return _dispatch(func, args, kwargs or _NO_KWARGS)
+        return run(args, kwargs or _NO_KWARGS)
+    except Exception as error:
+        note_failure(error, func, args)
+        raise
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +121,8 @@ def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, dict[A
 
 
 def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:
-    with cacheable() as is_final:
+    # meta kernels and dry runs on the way to a route are not part of a program that is being captured
+    with cacheable() as is_final, recorders[-1].pause() if recorders else nullcontext():
         route, run = decide(OpCall(entry.func, args, kwargs), find_route)
     if not is_final():
         return route, run

@@ -6,11 +6,8 @@ that a release of the client does not have is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.api.distribute import distribute_tensor
+from shardwise.comm.simulate import is_simulated
+from shardwise.drop_in.module_fixer import ModuleFixer
+from shardwise.layout import Shard
 from shardwise.tensor.policy import policy
 from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor
-from shardwise.torch_internals.fsdp_division import FSDP_COLLECTIVES, divide_once
+from shardwise.torch_internals.fsdp_division import FSDP_COLLECTIVES, FSDP_PARAMETERS, divide_once
 
-__all__ = ["FIXES", "ClientFixer"]
+__all__ = ["FIXES", "client_fixer"]
 
 
 def _with_global_sizes(add_hooks: Callable[..., None]) -> Callable[..., None]:
@@ -83,6 +84,46 @@ def _reduce_new_gradients(install_forward: Callable[..., Any]) -> Callable[..., 
     return install
 
 
+def _blocks_of_all_ranks(shard_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    """In a simulation, read the blocks of all ranks; transformers asks for the number of its rank, and gets that of the first."""
+
+    @wraps(shard_tensor)
+    def blocks(operation: Any, source: Any, tensor_idx: int | None = None, **how: Any) -> Any:
+        if not is_simulated():
+            return shard_tensor(operation, source, tensor_idx, **how)
+        full = source[...].to(**how)
+        placements = operation.placements
+        if full.ndim == operation.param_ndim - 1:  # one expert of a stacked parameter
+            if any(getattr(p, "dim", None) == 0 for p in placements):
+                raise _not_simulated("The loader of experts that are split between ranks")
+            # parts of a packed dim are read one by one, so each is split as a whole
+            placements = [Shard(p.dim - 1) if hasattr(p, "dim") else p for p in placements]
+        return distribute_tensor(full, operation.device_mesh, placements, src_data_rank=None).to_local()
+
+    return blocks
+
+
+def _refuse_simulation(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise in a simulation: the code asks for the number of its rank, and would take each rank for the first."""
+
+    @wraps(method)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if is_simulated():
+            raise _not_simulated(f"{method.__module__}.{method.__qualname__}")
+        return method(*args, **kwargs)
+
+    return refused
+
+
+def _not_simulated(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} was called in a simulation.\n"
+        "  why: It takes the part of the rank whose number it asks for, and a simulation runs one program for all ranks.\n"
+        "  fix: Run the program on real processes, shardwise.launch(main, 4), or use shardwise's own in a simulation:\n"
+        "       shardwise.fsdp.fully_shard, shardwise.parallel.parallelize_module"
+    )
+
+
 FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "peft.tuners.lora.model": {"add_lora_tp_hooks_dtensor": _with_global_sizes},
     "peft.tuners.lora.layer": {
@@ -93,6 +134,12 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "transformers.distributed.tensor_parallel": {
         "ReplicatedWithGradAllReduce.install_forward": _reduce_new_gradients
     },
+    "transformers.distributed.sharding_utils": {"DtensorShardOperation.shard_tensor": _blocks_of_all_ranks},
+    "transformers.distributed.expert_parallel": {
+        "EpRouterParallel.transform_output_post_forward": _refuse_simulation,
+        "EpDispatchExpertsParallel.transform_inputs_pre_forward": _refuse_simulation,
+    },
+    FSDP_PARAMETERS: {"FSDPParam.__init__": _refuse_simulation},
     DYNAMO_BUILDER: {"torch": without_dtensor},
     FSDP_COLLECTIVES: {"_get_gradient_divide_factors": divide_once},
 }
@@ -110,40 +157,6 @@ def _apply(module: ModuleType) -> None:
             setattr(owner, name, fix(getattr(owner, name)))
 
 
-class ClientFixer(MetaPathFinder):
-    """Finds the modules of the table as they would be found without it, and puts them right after they are loaded."""
-
-    def __init__(self) -> None:
-        self._searching = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for all others."""
-        if fullname not in FIXES or self._searching:
-            return None
-        self._searching = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._searching = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _FixingLoader(spec.loader)
-        return spec
-
-
-class _FixingLoader(Loader):
-    """Loads a module with the loader that it has, then applies the table."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _apply(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+def client_fixer() -> ModuleFixer:
+    """The import hook that applies the table."""
+    return ModuleFixer(dict.fromkeys(FIXES, _apply))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from shardwise.drop_in.alias import AliasFinder
-from shardwise.drop_in.client_fixes import ClientFixer
+from shardwise.drop_in.client_fixes import client_fixer
 from shardwise.drop_in.first_import import first_import
 from shardwise.torch_internals.dtensor_class import PACKAGE, occupy_dtensor_class
 from shardwise.torch_internals.releases import torch_release
@@ -58,4 +58,4 @@ def install() -> None:
             "       or run the program, as it is, with: python -m shardwise run train.py ..."
         )
     occupy_dtensor_class()
-    sys.meta_path[:0] = [AliasFinder(), ClientFixer()]
+    sys.meta_path[:0] = [AliasFinder(), client_fixer()]

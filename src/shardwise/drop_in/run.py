@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.drop_in.install import install
+from shardwise.faults import guard
 
 __all__ = ["USAGE", "main"]
 
@@ -35,6 +36,11 @@ def main(arguments: Sequence[str]) -> int:
 def _run(program: str, arguments: list[str], *, is_module: bool) -> None:
     """Run a file or a module as `python` does: its directory is the first of `sys.path`, its name is `__main__`."""
     install()
+    with guard():
+        _run_program(program, arguments, is_module=is_module)
+
+
+def _run_program(program: str, arguments: list[str], *, is_module: bool) -> None:
     if is_module:
         sys.argv = [program, *arguments]
         runpy.run_module(program, run_name="__main__", alter_sys=True)

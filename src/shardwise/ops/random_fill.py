@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from shardwise.call.schema import op_info
 from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
+from shardwise.comm.recording import recorders
 from shardwise.layout import Layout, owned
 from shardwise.random import (
     BlockIndices,
@@ -29,7 +33,18 @@ from shardwise.tensor.implicit import to_layout
 from shardwise.tensor.seeding import draw_from
 from shardwise.torch_internals.tracing import is_recorded, needs_concrete_values
 
-__all__ = ["FILLS", "UNUSED", "Generate", "check_all", "fill", "is_off_mesh", "value_of"]
+__all__ = [
+    "FILLS",
+    "UNUSED",
+    "Generate",
+    "Numbers",
+    "check_all",
+    "describe_draw",
+    "fill",
+    "fill_block",
+    "is_off_mesh",
+    "value_of",
+]
 
 aten = torch.ops.aten
 
@@ -38,6 +53,47 @@ Generate = Callable[..., Tensor]
 
 `others` are blocks of other tensors, of the shape of these elements; `out` is memory to write to and to return.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers from a distribution with constant parameters: what an op that fills a tensor generates."""
+
+    op: str
+    given: tuple[Any, ...]
+    distribution: Callable[..., Tensor]
+
+    def __call__(self, *where: Any, out: Tensor | None = None) -> Tensor:
+        """Compute the numbers of some elements."""
+        return self.distribution(*where, *self.given, out=out)
+
+
+def describe_draw(numbers: Numbers, shape: Sequence[int], cells: Sequence[Sequence[int]]) -> str:
+    """The numbers of a block as text: the op, its parameters, the shape of the tensor and the indices in the block."""
+    dims = [[i.start, i.stop, i.step] if isinstance(i, range) else {"at": [*map(int, i)]} for i in cells]
+    return json.dumps({"op": numbers.op, "given": numbers.given, "shape": [*shape], "cells": dims})
+
+
+@lru_cache(maxsize=4096)
+def _parse_draw(text: str) -> tuple[Numbers, BlockIndices]:
+    said = json.loads(text)
+    cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]
+    distribution = next(d for func, d in _DISTRIBUTIONS.items() if str(func) == said["op"])
+    return Numbers(said["op"], tuple(said["given"]), distribution), BlockIndices(said["shape"], cells)
+
+
+def fill_block(block: Tensor, state: Tensor, number: int, text: str) -> None:
+    """Fill a block with the numbers that a text of `describe_draw` says.
+
+    Args:
+        block: the memory to fill.
+        state: the seed and the position of the stream.
+        number: the position of the draw, from there.
+        text: what is drawn.
+    """
+    numbers, cells = _parse_draw(text)
+    seed, position = state.tolist()
+    _write(block, cells, numbers, Draw(seed % 2**64, position + number), ())
 
 
 def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tensor) -> Tensor:
@@ -50,6 +106,8 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
         generator: a torch generator that the caller passed, or None to draw from the stream.
         *others: tensors that `generate` reads, broadcast to `x` and redistributed to its layout.
     """
+    if recorders and isinstance(x, DTensor) and not x._spec.layout.partial:
+        return _record(func, x, generate, generator, others)
     if x.device.type == "meta":
         return x  # nothing is drawn, so the stream does not advance, as with torch's own generator
     if not isinstance(x, DTensor):
@@ -68,6 +126,17 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
         _write_all(block, x, generate, draw, read)
     elif (coord := coord_of(x.device_mesh)) is not None:
         _write(block, BlockIndices(x.shape, owned(x._spec.layout, coord)), generate, draw, read)
+    return x
+
+
+def _record(func: Any, x: DTensor, generate: Generate, generator: Any, others: Sequence[Tensor]) -> DTensor:
+    """Have a capture record the draw: its position in the stream is known when the program runs."""
+    if generator is not None or not isinstance(generate, Numbers):
+        raise needs_concrete_values(func)
+    if (coord := coord_of(x.device_mesh)) is not None:
+        read = [_matching_block(func, t, x) for t in others]
+        text = describe_draw(generate, x.shape, owned(x._spec.layout, coord))
+        recorders[-1].fill(x._local_tensor, text, x.device_mesh, read)
     return x
 
 
@@ -137,8 +206,7 @@ def _filling(func: Any, distribution: Callable[..., Tensor]) -> Callable[..., Te
     def run(x: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         given = (*args, *(kwargs.get(a.name, a.default) for a in parameters[len(args) :]))
         _check(func, x, *given)
-        numbers: Generate = lambda *where, out=None: distribution(*where, *given, out=out)  # noqa: E731
-        return fill(func, x, numbers, generator)
+        return fill(func, x, Numbers(str(func), given, distribution), generator)
 
     return run
 

@@ -56,7 +56,7 @@ def _is_special(x: Tensor, w: Tensor) -> bool:
     """Whether something beside autograd has to see the ops."""
     return (
         type(x._local_tensor) is PerRank  # type: ignore[attr-defined]
-        or torch.is_autocast_enabled(x.device.type)
+        or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type))
         or transforms_are_active()
         or torch.compiler.is_compiling()
         or has_tangent(x)

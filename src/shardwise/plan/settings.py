@@ -23,6 +23,7 @@ __all__ = [
     "current_costs",
     "current_settings",
     "forget_decisions",
+    "fresh_routes",
     "override_settings",
     "share_with_other_threads",
 ]
@@ -118,6 +119,22 @@ def override_settings(
         decisions = _decisions_for(model or decisions.model, decisions.traced if traced is None else traced)
     kept = outer.reuse if reuse is None else reuse
     inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions, decisions.routes, kept)
+    token = active.set(inner)
+    _publish(inner)
+    try:
+        yield
+    finally:
+        active.reset(token)
+        _publish(outer)
+
+
+@contextmanager
+def fresh_routes() -> Iterator[None]:
+    """Choose and keep routes apart inside the block, and keep no moved blocks: for tensors without values."""
+    outer = current_settings()
+    decisions = Decisions(outer.decisions.model, outer.decisions.traced)
+    decisions.plans = outer.decisions.plans
+    inner = Settings(outer.implicit, outer.plain, decisions, decisions.routes, 0)
     token = active.set(inner)
     _publish(inner)
     try:

@@ -13,10 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerMesh, axes_of, coord_of, is_simulated, siblings_of
 from shardwise.comm.broadcast_seed import broadcast_seed
 from shardwise.random.philox import Draw
-from shardwise.random.stream import WORLD, own_stream, restore, snapshot, start_stream, stream_of
+from shardwise.random.stream import WORLD, Stream, own_stream, restore, snapshot, start_stream, stream_of
 from shardwise.tensor.implicit import announce
 
-__all__ = ["draw_from", "fork_rng", "get_rng_state", "manual_seed", "next_draw", "set_rng_state"]
+__all__ = [
+    "draw_from",
+    "fork_rng",
+    "get_rng_state",
+    "manual_seed",
+    "next_draw",
+    "set_rng_state",
+    "settle_stream",
+    "stream_key",
+]
 
 _keys = PerMesh()
 
@@ -59,7 +68,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
             "  why: A seed has 64 bits.\n"
             "  fix: Use a number from -2**63 to 2**64 - 1."
         )
-    start_stream(_key(device_mesh), number)
+    start_stream(stream_key(device_mesh), number)
 
 
 def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
@@ -70,7 +79,7 @@ def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
 
     Nothing is communicated.
     """
-    return stream_of(_key(device_mesh)).to_bytes()
+    return stream_of(stream_key(device_mesh)).to_bytes()
 
 
 def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> None:
@@ -92,7 +101,7 @@ def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> N
     >>> torch.equal(first, sw.rand(3))
     True
     """
-    own_stream(_key(device_mesh)).set_bytes(new_state)
+    own_stream(stream_key(device_mesh)).set_bytes(new_state)
 
 
 @contextmanager
@@ -118,9 +127,12 @@ def next_draw(mesh: DeviceMesh | None = None) -> Draw:
 
     After `torch.manual_seed` the ranks may have different seeds: the first draw on a mesh then broadcasts one.
     """
-    if mesh is None:
-        return stream_of().next()
-    stream = stream_of(key := _key(mesh))
+    return (stream_of() if mesh is None else settle_stream(mesh)).next()
+
+
+def settle_stream(mesh: DeviceMesh) -> Stream:
+    """The stream that a mesh draws from, with a seed that its ranks have agreed on."""
+    stream = stream_of(key := stream_key(mesh))
     if stream.from_torch and key not in stream.agreed_meshes:
         axes = axes_of(mesh)
         announce(
@@ -130,7 +142,7 @@ def next_draw(mesh: DeviceMesh | None = None) -> Draw:
             "Seed with shardwise.manual_seed(seed), which sends nothing",
         )
         stream.seed, stream.agreed_meshes = broadcast_seed(mesh, stream.seed), stream.agreed_meshes | {key}
-    return stream.next()
+    return stream
 
 
 def draw_from(generator: torch.Generator | None, mesh: DeviceMesh | None = None) -> Draw:
@@ -141,7 +153,7 @@ def draw_from(generator: torch.Generator | None, mesh: DeviceMesh | None = None)
     return Draw(low | high << 32, 0)
 
 
-def _key(mesh: DeviceMesh | None) -> Hashable:
+def stream_key(mesh: DeviceMesh | None) -> Hashable:
     """What identifies the stream of a mesh: its ranks, or `WORLD` without a mesh or if it has all ranks of the world."""
     if mesh is None:
         return WORLD

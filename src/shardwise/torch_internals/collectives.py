@@ -5,9 +5,11 @@ The `default` overloads are called directly: resolving an overload costs more th
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 __all__ = [
     "BROADCAST_FUNCTION",
+    "Monitor",
+    "Note",
     "all_gather",
     "all_reduce",
     "all_reduce_in_place",
@@ -22,10 +26,13 @@ __all__ = [
     "broadcast",
     "collective_name",
     "is_own_collective",
+    "monitors",
+    "note_of",
     "observers",
     "own_collectives",
     "reduce_scatter",
     "wait",
+    "wait_unwatched",
     "waiting",
 ]
 
@@ -66,45 +73,90 @@ def is_own_collective() -> bool:
     return bool(_own_calls)
 
 
-def _call(op: Any, *args: Any) -> Any:
+class Note(NamedTuple):
+    """What a collective is about, for people, and a number that differs if the text does; the same on all its ranks."""
+
+    text: str
+    signature: int
+
+
+@lru_cache(4096)
+def note_of(text: str) -> Note:
+    """The note with this text.
+
+    >>> note_of("all-gather over tp: [8:tp] -> [8] f32").signature
+    271821329
+    """
+    return Note(text, zlib.crc32(text.encode()))
+
+
+class Monitor(Protocol):
+    """What watches the collectives of this process; it may raise instead of letting one begin."""
+
+    def begin(self, group: str, note: Note) -> None:
+        """A collective of this group is about to begin."""
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        """Wait for the collective that returned this tensor."""
+
+
+monitors: list[Monitor] = []
+"""The monitor of this process's world, if there is one."""
+
+
+def _call(op: Any, note: Note | None, group: str, tensor: Tensor, *args: Any) -> Any:
+    if monitors and type(tensor) is Tensor and not tensor.is_meta:
+        monitors[0].begin(group, note or _default_note(op, tensor))
     if not observers:
-        return op(*args)
+        return op(tensor, *args, group)
     with own_collectives():
-        return op(*args)
+        return op(tensor, *args, group)
 
 
-def all_gather(tensor: Tensor, group_size: int, group: str) -> Tensor:
+def _default_note(op: Any, tensor: Tensor) -> Note:
+    shape = "" if op is _all_to_all else f" {list(tensor.shape)}"
+    return note_of(f"{op.overloadpacket.__name__} of {str(tensor.dtype).removeprefix('torch.')}{shape}")
+
+
+def all_gather(tensor: Tensor, group_size: int, group: str, note: Note | None = None) -> Tensor:
     """Start to concatenate the tensors of all ranks along dim 0; they must be contiguous and of equal shape."""
-    return _call(_all_gather, tensor, group_size, group)  # type: ignore[no-any-return]
+    return _call(_all_gather, note, group, tensor, group_size)  # type: ignore[no-any-return]
 
 
-def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
+def all_reduce(tensor: Tensor, op: str, group: str, note: Note | None = None) -> Tensor:
     """Start to reduce the tensors of all ranks by "sum", "product", "max" or "min", into a new tensor."""
-    return _call(_all_reduce, tensor, op, group)  # type: ignore[no-any-return]
+    return _call(_all_reduce, note, group, tensor, op)  # type: ignore[no-any-return]
 
 
-def all_reduce_in_place(tensor: Tensor, op: str, group: str) -> Tensor:
+def all_reduce_in_place(tensor: Tensor, op: str, group: str, note: Note | None = None) -> Tensor:
     """Start to reduce like `all_reduce`, into the tensor itself, which is returned."""
-    return _call(_all_reduce_in_place, tensor, op, group)  # type: ignore[no-any-return]
+    return _call(_all_reduce_in_place, note, group, tensor, op)  # type: ignore[no-any-return]
 
 
-def reduce_scatter(tensor: Tensor, op: str, group_size: int, group: str) -> Tensor:
+def reduce_scatter(tensor: Tensor, op: str, group_size: int, group: str, note: Note | None = None) -> Tensor:
     """Start to reduce like `all_reduce`; each rank receives its part of dim 0, which has equal parts."""
-    return _call(_reduce_scatter, tensor, op, group_size, group)  # type: ignore[no-any-return]
+    return _call(_reduce_scatter, note, group, tensor, op, group_size)  # type: ignore[no-any-return]
 
 
-def all_to_all(tensor: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+def all_to_all(
+    tensor: Tensor, receive: list[int], send: list[int], group: str, note: Note | None = None
+) -> Tensor:
     """Start to exchange parts of dim 0, whose lengths are given for each rank of the group."""
-    return _call(_all_to_all, tensor, receive, send, group)  # type: ignore[no-any-return]
+    return _call(_all_to_all, note, group, tensor, receive, send)  # type: ignore[no-any-return]
 
 
-def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
+def broadcast(tensor: Tensor, source: int, group: str, note: Note | None = None) -> Tensor:
     """Start to copy the tensor of the rank at index `source` of the group to all others."""
-    return _call(_broadcast, tensor, source, group)  # type: ignore[no-any-return]
+    return _call(_broadcast, note, group, tensor, source)  # type: ignore[no-any-return]
 
 
 def wait(tensor: Tensor) -> Tensor:
     """Wait for the collective that returned this tensor, and return the tensor."""
+    return monitors[0].wait(tensor) if monitors and type(tensor) is Tensor else wait_unwatched(tensor)
+
+
+def wait_unwatched(tensor: Tensor) -> Tensor:
+    """`wait`, of which no monitor knows."""
     return _wait(tensor)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,14 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch._C._distributed_c10d import FakeWork, _resolve_process_group
 from torch.distributed import distributed_c10d
 
-__all__ = ["create_group", "fake_world", "reduce_op_name", "resolve_group", "simulated_world"]
+__all__ = [
+    "create_group",
+    "default_store",
+    "fake_world",
+    "reduce_op_name",
+    "resolve_group",
+    "simulated_world",
+]
 
 PlainCollective = Callable[..., Any]
 """`run(name, group, *arguments)`: a collective of plain tensors, which every rank of a simulation has."""
@@ -42,6 +49,11 @@ def create_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
+
+
+def default_store() -> Any:
+    """The key-value store through which the ranks of the world found each other."""
+    return distributed_c10d._get_default_store()
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -165,15 +177,15 @@ def _functional_collectives(run: PlainCollective) -> Iterator[None]:
 
 
 @contextmanager
-def fake_world(size: int) -> Iterator[None]:
-    """Be rank 0 of a world of this size whose collectives do nothing.
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of a world of this size whose collectives do nothing.
 
     `init_process_group` replaces `sys.excepthook`, and the first fake group makes "fake" the default backend of devices
     that have none; both are undone at once. The world is destroyed at the end, unless the caller has done so.
     """
     hook, defaults = sys.excepthook, dict(dist.Backend.default_device_backend_map)
     try:
-        dist.init_process_group("fake", rank=0, world_size=size)
+        dist.init_process_group("fake", rank=rank, world_size=size)
     finally:
         sys.excepthook = hook
         dist.Backend.default_device_backend_map = defaults

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils import _pytree
 
-__all__ = ["flatten"]
+__all__ = ["flatten", "tree_flatten", "tree_unflatten"]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -19,3 +19,18 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """
     leaves, structure = _pytree.tree_flatten(tree)
     return leaves, lambda new: _pytree.tree_unflatten(list(new), structure)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a nested structure, and its structure, which compares by value.
+
+    >>> leaves, structure = tree_flatten({"a": [1, 2]})
+    >>> leaves, tree_unflatten([3, 4], structure)
+    ([1, 2], {'a': [3, 4]})
+    """
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """The nested structure of `tree_flatten` with other leaves."""
+    return _pytree.tree_unflatten(list(leaves), structure)

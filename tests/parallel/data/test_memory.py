@@ -55,6 +55,11 @@ def zeroed(stage):
     return zero(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, mesh=mesh_of(4))
 
 
+def ddp(model, mesh):
+    """`replicate` with plain parameters."""
+    return replicate(model, device_mesh=mesh)
+
+
 WAYS = {
     "fully_shard": each,
     "kept": lambda: each(reshard_after_forward=False),
@@ -62,6 +67,7 @@ WAYS = {
     "one group": lambda: fully_shard(layers(), mesh=mesh_of(4)),
     "replicate": lambda: replicate(layers(), mesh=mesh_of(4)),
     "buckets": lambda: replicate(layers(), mesh=mesh_of(4), bucket_cap_mb=0.1),
+    "ddp": lambda: ddp(layers(), mesh_of(4)),
     "zero 1": lambda: zeroed(1),
     "zero 2": lambda: zeroed(2),
 }
@@ -72,7 +78,7 @@ def predicted_and_measured():
     for name, way in WAYS.items():
         model = way()
         x = torch.randn(2, 120)
-        stored = sum(p._local_tensor.nbytes for p in model.parameters())
+        stored = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         peaks = []
         for _ in range(
             5
@@ -94,7 +100,7 @@ def test_predicted_memory_is_measured(workers):
             assert 0.95 < predicted / measured < 1.05, (name, predicted, measured)
 
 
-@pytest.mark.parametrize("way", [fully_shard, replicate])
+@pytest.mark.parametrize("way", [fully_shard, replicate, ddp])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_deleted_model_is_freed(way, backward):
     with simulate(2):
@@ -108,7 +114,7 @@ def test_a_deleted_model_is_freed(way, backward):
         assert seen() is None
 
 
-@pytest.mark.parametrize("way", [fully_shard, replicate])
+@pytest.mark.parametrize("way", [fully_shard, replicate, ddp])
 def test_a_model_that_only_its_loss_refers_to(way):
     with simulate(2):
         dense = nn.Linear(3, 3)
@@ -123,7 +129,7 @@ def test_a_model_that_only_its_loss_refers_to(way):
             assert torch.equal(full(p.grad), q.grad)
 
 
-@pytest.mark.parametrize("way", [fully_shard, replicate])
+@pytest.mark.parametrize("way", [fully_shard, replicate, ddp])
 def test_gradients_are_set_as_autograd_sets_them(way):
     with simulate(2):
         dense = build("mlp")
@@ -167,7 +173,7 @@ class Checkpointed(nn.Module):
         return Result(checkpoint(self.inner, x, use_reentrant=False))
 
 
-@pytest.mark.parametrize("way", [fully_shard, replicate])
+@pytest.mark.parametrize("way", [fully_shard, replicate, ddp])
 def test_recomputation_behind_a_result_of_another_kind(way):
     with simulate(2):
         torch.manual_seed(0)

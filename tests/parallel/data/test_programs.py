@@ -13,7 +13,14 @@ import shardwise as sw
 from shardwise import DTensor, Replicate, Shard, simulate
 from shardwise.comm import counting
 from shardwise.fsdp import DataParallelMeshDims, fully_shard
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module, zero
+from shardwise.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    replicate,
+    zero,
+)
 
 DATA = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -34,6 +41,11 @@ def check_gradients(model, dense):
             torch.testing.assert_close(full(p.grad), q.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def ddp(model, mesh, **options):
+    """`replicate` with plain parameters."""
+    return replicate(model, device_mesh=mesh)
+
+
 def mean_over_ranks(loss):
     """Backward of the mean of a loss of each rank's rows, on one device."""
     sum(loss(DATA[rank]) for rank in range(2)).div(2).backward()
@@ -52,9 +64,10 @@ def test_several_graphs_at_once_and_a_graph_used_twice(freed):
         check_gradients(model, dense)
 
 
-def test_gradients_as_values_and_hooks_of_parameters():
+@pytest.mark.parametrize("shard", [shard_each, ddp])
+def test_gradients_as_values_and_hooks_of_parameters(shard):
     with simulate(2):
-        dense, model = build("mlp"), shard_each(build("mlp"), mesh_of(2))
+        dense, model = build("mlp"), shard(build("mlp"), mesh_of(2))
         params, seen = list(model.parameters()), []
         grads = torch.autograd.grad(list(model(own_data()).sum().ranks), params)
         mean_over_ranks(lambda x: dense(x).sum())
@@ -106,13 +119,14 @@ def test_activation_checkpointing_gathers_no_more_than_without(reentrant, shard)
             assert gathers == (5 if shard is shard_each else 1)
 
 
-def test_frozen_parameters_and_freezing_later():
+@pytest.mark.parametrize("shard", [shard_each, ddp])
+def test_frozen_parameters_and_freezing_later(shard):
     with simulate(2):
         dense, model = build("mlp"), build("mlp")
         for net in (dense, model):
             for name, p in net.named_parameters():
                 p.requires_grad_("bias" in name)
-        shard_each(model, mesh_of(2), reshard_after_forward=True)
+        shard(model, mesh_of(2), reshard_after_forward=True)
         for _ in range(2):
             for net in (dense, model):
                 net.zero_grad()
@@ -124,12 +138,13 @@ def test_frozen_parameters_and_freezing_later():
                 net.head.weight.requires_grad_(True)
 
 
-def test_state_dicts_and_parameters_that_are_initialized_late():
+@pytest.mark.parametrize("shard", [shard_each, ddp])
+def test_state_dicts_and_parameters_that_are_initialized_late(shard):
     with simulate(2):
-        model = shard_each(build("tied"), mesh_of(2))
+        model = shard(build("tied"), mesh_of(2))
         saved = model.state_dict()
         for assign in (False, True):
-            other = shard_each(build("tied"), mesh_of(2))
+            other = shard(build("tied"), mesh_of(2))
             with torch.no_grad():
                 for p in other.parameters():
                     p.zero_()
@@ -137,7 +152,7 @@ def test_state_dicts_and_parameters_that_are_initialized_late():
             assert torch.equal(other(own_data()).ranks[1], model(own_data()).ranks[1])
         with torch.device("meta"):
             late = Mlp()
-        shard_each(late, mesh_of(2))
+        shard(late, mesh_of(2))
         late.to_empty(device="cpu")
         for module in late.modules():
             if hasattr(module, "reset_parameters"):
@@ -147,9 +162,10 @@ def test_state_dicts_and_parameters_that_are_initialized_late():
         assert all(full(p.grad).isfinite().all() for p in late.parameters())
 
 
-def test_clipping_equals_one_device():
+@pytest.mark.parametrize("shard", [shard_each, ddp])
+def test_clipping_equals_one_device(shard):
     with simulate(2):
-        dense, model = build("odd"), shard_each(build("odd"), mesh_of(2))
+        dense, model = build("odd"), shard(build("odd"), mesh_of(2))
         model(own_data()).mean().backward()
         mean_over_ranks(lambda x: dense(x).mean())
         norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.01) for net in (model, dense)]

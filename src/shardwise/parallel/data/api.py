@@ -15,6 +15,7 @@ from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionP
 from shardwise.parallel.data.shard import (
     Choice,
     check_modules,
+    copy_from_first_rank,
     data_axes,
     default_mesh,
     make_slots,
@@ -23,6 +24,7 @@ from shardwise.parallel.data.shard import (
     slots_by_mesh,
 )
 from shardwise.parallel.data.state import State, groups_in, state_of
+from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["apply_layouts", "fully_shard", "replicate", "share_comm_ctx"]
 
@@ -114,9 +116,10 @@ def apply_layouts(
     reshard: bool | int | None,
     bucket_bytes: int | None = None,
     prefix: str = "FSDP",
+    plain: bool = False,
 ) -> State:
     """Make modules data-parallel whose parameters form one group for each mesh, and return what they share."""
-    slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy)
+    slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy, plain)
     name = type(modules[0]).__name__
     groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]
     state = State(name, groups, policy, None)
@@ -146,27 +149,33 @@ def replicate(
 ) -> Any:
     """Replicate the parameters of a module over the data axes of a mesh, and average their gradients.
 
-    Gradients are all-reduced in buckets, each as soon as the backward pass has computed it.
+    Gradients are all-reduced in buckets, each as soon as the backward pass has computed it. As in torch there are two forms:
+
+    - `replicate(module, mesh=mesh)`: parameters become DTensors, as those of `fully_shard`, and keep the values of each rank.
+    - `replicate(module)` and the options of `DistributedDataParallel`: parameters stay the plain tensors that they are, an
+      optimizer that has them keeps them, and its steps cost what they cost on one device. The values of the first rank are
+      copied to all others. If a parameter is a DTensor on other axes, all become DTensors as in the first form.
 
     Args:
         module: the module.
         ignored_modules: submodules whose parameters are left as they are.
-        mesh: a mesh of any number of axes, all of them data axes. By default all ranks.
+        mesh: a mesh of any number of axes, all of them data axes. By default all ranks, in DDP's form.
         mp_policy: the dtypes of compute and reduction.
         offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: the data axes of `mesh` by name, if it has others.
-        **ddp_kwargs: the options of `DistributedDataParallel`. `bucket_cap_mb` and `find_unused_parameters` have their
-            meaning; the others are accepted, and without effect.
+        **ddp_kwargs: the options of `DistributedDataParallel`. `device_mesh`, `bucket_cap_mb`, `find_unused_parameters` and
+            `init_sync` have their meaning; the others are accepted, and without effect.
 
     Returns:
-        The module. Its class is now also a `FSDPModule`, and its parameters are DTensors.
+        The module. Its class is now also a `FSDPModule`.
 
     Raises:
         LayoutError: the mesh does not fit.
         RuntimeError: the module is data-parallel already.
 
-    Nothing is communicated before the backward pass: all ranks must have the same parameters.
+    With `mesh` nothing is communicated before the backward pass: all ranks must have the same parameters. In DDP's form
+    parameters and buffers are broadcast, unless `init_sync=False`.
     """
     check_modules([module], "replicate")
     if unknown := sorted(set(ddp_kwargs) - _DDP_OPTIONS):
@@ -193,7 +202,11 @@ def replicate(
         reshard=None,
         bucket_bytes=int(cap * 2**20),
         prefix="Replicate",
+        plain=mesh is None and dp_mesh_dims is None,
     )
+    params = [slot.param for group in state.groups for slot in group.slots]
+    if mesh is None and ddp_kwargs.get("init_sync", True) and not any(isinstance(p, DTensor) for p in params):
+        copy_from_first_rank([*params, *module.buffers()], on.mesh)
     for group in state.groups:
         group.reduce_unused = bool(ddp_kwargs.get("find_unused_parameters"))
     return module

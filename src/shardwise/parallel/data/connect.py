@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, is_simulated, members_of
+from shardwise.parallel.data.passes import current_backward_pass
 from shardwise.parallel.data.reduction import Finish
 from shardwise.parallel.data.slot import Slot
 from shardwise.tensor.dtensor import DTensor
@@ -31,7 +32,7 @@ Reduce = Callable[[Sequence[int], Sequence[Tensor | None]], Finish | None]
 
 def connected_tensors(
     slots: Mapping[int, Slot],
-    params: Sequence[DTensor],
+    params: Sequence[Tensor],
     blocks: Sequence[Tensor],
     whole: bool,
     reduce: Reduce,
@@ -72,7 +73,7 @@ class _Accumulate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, reduced: dict[int, Finish | None], probe: Tensor, *params: DTensor) -> Tensor:
+    def forward(ctx: Any, reduced: dict[int, Finish | None], probe: Tensor, *params: Tensor) -> Tensor:
         ctx.reduced, ctx.params = reduced, params
         ctx.set_materialize_grads(False)
         return torch.empty(0)
@@ -83,18 +84,23 @@ class _Accumulate(torch.autograd.Function):
         finish, params = ctx.reduced.pop(current_backward(), None), ctx.params
         if finish is None:
             return (None,) * (len(params) + 2)
-        grads = finish(params)
-        if accumulates_everywhere():
-            # what autograd would do, without a call of the dispatcher for each parameter
-            left: list[DTensor | None] = [None] * len(params)
-            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                if grad is not None:
-                    if param.grad is None and not is_hooked(param):
-                        param.grad = grad
-                    else:
-                        left[i] = grad
-            grads = left
-        return (None, None, *grads)
+        backward = current_backward_pass()
+        if backward is None or not accumulates_everywhere() or not all(map(_is_bare, params)):
+            return (None, None, *finish(params))
+        # what autograd would do, when it has passed by all parameters, and without a call of the dispatcher for each
+        backward.at_end(finish, lambda: _set_grads(params, finish(params)))
+        return (None,) * (len(params) + 2)
+
+
+def _is_bare(param: Tensor) -> bool:
+    return param.grad is None and not is_hooked(param)
+
+
+def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        if grad is not None:
+            # another group may have set it since, for a tied parameter
+            param.grad = grad if param.grad is None else param.grad.detach() + grad
 
 
 class _Unshard(torch.autograd.Function):

@@ -25,11 +25,10 @@ from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
-from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.subclass import mark_parameter
 
-__all__ = ["Group", "forget_interrupted_passes"]
+__all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -77,15 +76,15 @@ class Group(GroupGradients):
 
     def _is_on_device(self) -> bool:
         """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
-        kinds = {slot.param._local_tensor.device.type for slot in self.slots if slot.compute_dtype is None}
+        kinds = {slot.block(slot.param).device.type for slot in self.slots if slot.compute_dtype is None}
         return kinds <= {self.mesh.device_type, "meta"} and all(s.compute_dtype is None for s in self.slots)
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
         self._accumulated: dict[int, Tensor] = {}
         self._tensors: _Tensors | None = None
-        self._registered: list[DTensor] | None = None  # the stored parameters, while the modules have others
-        self._seen: list[DTensor] = []  # the stored parameters of the last call, which were found in order
+        self._registered: list[Tensor] | None = None  # the stored parameters, while the modules have others
+        self._seen: list[Tensor] = []  # the stored parameters of the last call, which were found in order
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
@@ -134,7 +133,7 @@ class Group(GroupGradients):
     def gather(self) -> list[Tensor]:
         """The gathered blocks."""
         if self.is_in_place:
-            return [slot.param._local_tensor for slot in self.slots]
+            return [slot.block(slot.param) for slot in self.slots]
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
         return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
@@ -211,10 +210,20 @@ class Group(GroupGradients):
         params = self._registered or self._params()
         tensors = self._current_tensors(now, params)
         self._registered = params
-        for slot, param, tensor in zip(self.slots, params, tensors, strict=True):
-            slot.register(param, tensor)
+        for slot, param in zip(self.slots, params, strict=True):
+            slot.kept = param
+        self._give(tensors)
 
-    def _params(self) -> list[DTensor]:
+    def _give(self, tensors: Sequence[Tensor]) -> None:
+        """Let the modules have these tensors."""
+        if self._are_simple:
+            for (home, name), tensor in zip(self._homes, tensors, strict=True):
+                home[name] = tensor
+        else:
+            for slot, tensor in zip(self.slots, tensors, strict=True):
+                slot.register(tensor)
+
+    def _params(self) -> list[Tensor]:
         """The stored parameters, as the modules have them."""
         params = [home[name] for home, name in self._homes]
         if len(params) != len(self._seen) or not all(map(operator.is_, params, self._seen)):
@@ -225,11 +234,17 @@ class Group(GroupGradients):
     def _homes(self) -> list[tuple[dict[str, Any], str]]:
         return [slot.homes[0] for slot in self.slots]
 
+    @cached_property
+    def _are_simple(self) -> bool:
+        return all(slot.is_plain and len(slot.homes) == 1 for slot in self.slots)
+
     def _restore(self) -> None:
         if self._depth == 0 and not self.is_pinned:
-            self._recomputes, self._registered = False, None
-            for slot in self.slots:
-                slot.restore()
+            stored, self._registered, self._recomputes = self._registered, None, False
+            if stored is not None:
+                for slot in self.slots:
+                    slot.kept = None
+                self._give(stored)
 
     def enter_recomputation(self) -> None:
         """Let the modules have the gathered tensors until the end of the backward pass, or until they are reduced.
@@ -266,30 +281,30 @@ class Group(GroupGradients):
         if self._depth == 0:
             self.free()
 
-    def _current_tensors(self, now: Pass | None, params: list[DTensor]) -> list[Tensor]:
+    def _current_tensors(self, now: Pass | None, params: list[Tensor]) -> list[Tensor]:
         """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once.
 
         Parameters that are computed with in place have the same tensors in all passes.
         """
         grad, whole = torch.is_grad_enabled(), now is not None and now.on_whole_mesh
-        blocks = [p._local_tensor for p in params] if self.is_in_place else []
         if self.is_in_place:
-            key: _Key = (grad, whole, [p.requires_grad for p in params])
+            key: _Key = (
+                grad,
+                whole,
+                [p.requires_grad for p in params],
+                [*map(Slot.address, self.slots, params)],
+            )
         else:
             key = (grad, now)
         last = self._tensors
-        is_here = self.gathered.are_here or (
-            self.is_in_place and last is not None and all(map(operator.is_, blocks, last.blocks))
-        )
-        if last is None or not is_here or last.key != key:
+        if last is None or last.key != key or not (self.is_in_place or self.gathered.are_here):
             # tensors of inference mode could not be used outside of it
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                self._tensors = last = _Tensors(
-                    key, self._tensors_of(params, blocks or self.gather(), whole), blocks
-                )
+                blocks = self.gather()
+                self._tensors = last = _Tensors(key, self._tensors_of(params, blocks, whole), blocks)
         return last.tensors
 
-    def _tensors_of(self, params: Sequence[DTensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
+    def _tensors_of(self, params: Sequence[Tensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
         out: dict[int, Tensor] = {}
         reduce: Reduce = _Weak(self)
@@ -331,7 +346,7 @@ _Key = tuple[Any, ...]
 
 
 class _Tensors(NamedTuple):
-    """The tensors that modules compute with, and the blocks of parameters that are computed with in place."""
+    """The tensors that modules compute with, and the blocks that they are made of, whose addresses may be in the key."""
 
     key: _Key
     tensors: list[Tensor]
@@ -360,6 +375,14 @@ def forget_interrupted_passes() -> None:
     running.clear()
     for group in _every_group():
         group.forget()
+
+
+def forget_gathered() -> None:
+    """Drop gathered blocks and the tensors that modules compute with, before and after a capture; nothing runs then."""
+    for group in _every_group():
+        group._tensors = None
+        if not group.is_in_place:
+            group.gathered.drop_all()
 
 
 def _every_group() -> list[Group]:

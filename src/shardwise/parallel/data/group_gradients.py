@@ -19,7 +19,6 @@ from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.reduction import Finish, Reduction, reduction_plan
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
-from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks
 
 __all__ = ["GroupGradients", "running"]
@@ -133,8 +132,8 @@ class GroupGradients(ABC):
 
 
 def _spread(
-    slots: Sequence[int], params: Sequence[DTensor], reduced: Sequence[int], finish: Finish
-) -> list[DTensor | None]:
+    slots: Sequence[int], params: Sequence[Tensor], reduced: Sequence[int], finish: Finish
+) -> list[Tensor | None]:
     """The gradients of slots of which only some have one."""
     stored = dict(zip(slots, params, strict=True))
     found = dict(zip(reduced, finish([stored[i] for i in reduced]) if reduced else (), strict=True))

@@ -47,6 +47,7 @@ class ParameterLayout:
         computed: the layout in computations.
         inner: the mesh and layout that a program sees which has its own data on each rank: without the data axes. None
             if it sees a plain tensor.
+        stored_plain: whether the stored parameter is a plain tensor, of which each rank has all.
     """
 
     mesh: DeviceMesh
@@ -54,17 +55,21 @@ class ParameterLayout:
     stored: Layout
     computed: Layout
     inner: tuple[DeviceMesh, Layout] | None
+    stored_plain: bool = False
 
     def pending_gradient(self, computed: Layout, op: str) -> Layout:
         """The layout of a gradient that differs along the data axes, given its layout on the others."""
         return computed.with_partial(dict(computed.partial) | dict.fromkeys(self.data, op))
 
 
-def parameter_layout(param: Tensor, on: DataAxes, dim: int | None, whole_mesh: bool) -> ParameterLayout:
+def parameter_layout(
+    param: Tensor, on: DataAxes, dim: int | None, whole_mesh: bool, plain: bool = False
+) -> ParameterLayout:
     """The layouts of a parameter whose dim `dim` the data axes split; None for a parameter that stays replicated.
 
     Args:
         whole_mesh: whether DTensors are on a mesh that has all axes, of which the data axes are not the program's.
+        plain: whether a parameter that stays replicated is stored as a plain tensor.
     """
     if not isinstance(param, DTensor):
         mesh = on.mesh if len(on.every) == on.mesh.ndim else _slice(on.mesh, on.names)
@@ -83,7 +88,7 @@ def parameter_layout(param: Tensor, on: DataAxes, dim: int | None, whole_mesh: b
         first, *rest = computed.dims[dim] or (Factor(computed.shape[dim]),)
         # innermost: a gather over the data axes gives the block that the other axes have
         stored = computed.with_dim(dim, Factor(first.size, (*first.axes, *shard)), *rest)
-    return ParameterLayout(mesh, data, stored, computed, inner)
+    return ParameterLayout(mesh, data, stored, computed, inner, plain)
 
 
 def _own_mesh(on: DataAxes) -> DeviceMesh:

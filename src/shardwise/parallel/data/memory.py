@@ -91,7 +91,7 @@ class GatheredBlocks:
             device = mesh.device_type
             blocks = []
             for slot in slots:
-                block = slot.param._local_tensor
+                block = slot.block(slot.param)
                 dtype = compute_dtype(slot, param_dtype)
                 same = block.dtype is dtype and block.device.type in (device, "meta")
                 blocks.append(block if same else block.to(device=device, dtype=dtype))

@@ -15,9 +15,8 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
-from shardwise.torch_internals.subclass import new_dtensor
 
-Finish = Callable[[Sequence[DTensor]], Sequence[DTensor | None]]
+Finish = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """Waits for gradients that are being reduced, and returns them, given the stored parameters."""
 
 __all__ = ["Finish", "Reduction", "buckets_of", "reduction_plan"]
@@ -147,17 +146,17 @@ class Reduction:
         """What completes the reduced gradients of stored parameters."""
         divisor = None if self.hook is not None else self.divisor
 
-        def finish(params: Sequence[DTensor]) -> list[DTensor]:
+        def finish(params: Sequence[Tensor]) -> list[Tensor]:
             blocks: Sequence[Tensor] = pending.wait()
             if divisor is not None:
                 blocks = [block / divisor for block in blocks]
-            device = params[0]._local_tensor.device  # that of all parameters of the group
-            specs = [slot.stored_spec(p.dtype) for slot, p in zip(slots, params, strict=True)]
-            if blocks[0].device != device or any(
-                b.dtype is not s.dtype for b, s in zip(blocks, specs, strict=True)
-            ):
-                blocks = [b.to(device=device, dtype=s.dtype) for b, s in zip(blocks, specs, strict=True)]
-            return [new_dtensor(DTensor, b, s, False) for b, s in zip(blocks, specs, strict=True)]
+            device = getattr(
+                params[0], "_local_tensor", params[0]
+            ).device  # that of all parameters of the group
+            dtypes = [p.dtype for p in params]
+            if blocks[0].device != device or [b.dtype for b in blocks] != dtypes:
+                blocks = [b.to(device=device, dtype=d) for b, d in zip(blocks, dtypes, strict=True)]
+            return [slot.wrap(b, d) for slot, b, d in zip(slots, blocks, dtypes, strict=True)]
 
         return finish
 

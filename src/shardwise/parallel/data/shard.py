@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm import axes_of, block_of, on_mesh
+from shardwise.comm import axes_of, block_of, is_simulated, on_mesh
+from shardwise.comm.scatter import scatter
 from shardwise.comm.simulate import at_simulation_end
-from shardwise.layout import LayoutError, Spec, contiguous_stride
+from shardwise.layout import Layout, LayoutError, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import DataAxes, ParameterLayout, have_common_mesh, parameter_layout
 from shardwise.parallel.data.module import FSDPModule
 from shardwise.parallel.data.policy import (
@@ -30,6 +31,7 @@ from shardwise.torch_internals.modules import own_parameters, set_parameter
 
 __all__ = [
     "check_modules",
+    "copy_from_first_rank",
     "data_axes",
     "default_mesh",
     "make_slots",
@@ -182,8 +184,12 @@ def make_slots(
     whole_mesh: bool,
     offload: OffloadPolicy,
     policy: MixedPrecisionPolicy,
+    plain: bool,
 ) -> list[Slot]:
-    """Store the parameters of modules in their layouts; a parameter that several of them share is one slot."""
+    """Store the parameters of modules in their layouts; a parameter that several of them share is one slot.
+
+    With `plain`, replicated parameters stay plain tensors, unless some are DTensors: optimizers take one kind together.
+    """
     found: dict[int, tuple[str, Any, list[tuple[nn.Module, str]]]] = {}
     skipped = {id(p) for p in ignored}
     for fqn, module, name, param in _places(modules):
@@ -191,12 +197,13 @@ def make_slots(
             # tied to a parameter of another group, which was replaced there
             current = vars(param).get(_STORED, param)
             found.setdefault(id(current), (fqn, current, []))[2].append((module, name))
+    plain = plain and not any(isinstance(param, DTensor) for _, param, _ in found.values())
     slots = []
     for fqn, param, places in found.values():
         layout: ParameterLayout | None = vars(param).get(_LAYOUT)
         stored = param
         if layout is None:
-            layout = parameter_layout(param, *choose(param), whole_mesh)
+            layout = parameter_layout(param, *choose(param), whole_mesh, plain)
             stored = _stored(param, layout, offload)
             vars(stored)[_LAYOUT] = layout
             if stored is not param:
@@ -209,6 +216,19 @@ def make_slots(
         slot.compute_dtype = policy.dtype_of(stored)
         slots.append(slot)
     return slots
+
+
+def copy_from_first_rank(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Give plain tensors the values that the first rank of the mesh has: one broadcast for each dtype."""
+    if is_simulated():  # all ranks have the same
+        return
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        some = [t.detach() for t in tensors if t.dtype is dtype and t.numel() and not t.is_meta]
+        flat = torch.cat([t.reshape(-1) for t in some]) if some else None
+        found = flat is not None and scatter(flat, Layout.replicated(flat.shape, axes_of(mesh)), mesh, 0)
+        if isinstance(found, Tensor):
+            for t, part in zip(some, found.split([t.numel() for t in some]), strict=True):
+                t.copy_(part.view(t.shape))
 
 
 class _Replaced:
@@ -257,6 +277,8 @@ def _stored(param: Any, layout: ParameterLayout, offload: OffloadPolicy) -> Any:
         full: Tensor = param.detach()
         if full.device.type not in (layout.mesh.device_type, "meta"):
             full = full.to(layout.mesh.device_type)
+        if layout.stored_plain:
+            return param if full.device == param.device else nn.Parameter(full, param.requires_grad)
         block = on_mesh(layout.mesh, lambda coord: block_of(full, layout.stored, coord))
         if block is None:
             block = empty_like_block(full)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, lifted
+from shardwise.comm import PerRank, axes_of, is_simulated, lifted, members_of
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import ParameterLayout
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.modules import own_parameters, set_parameter
-from shardwise.torch_internals.subclass import version
+from shardwise.torch_internals.subclass import new_dtensor, version
 
 __all__ = ["Slot"]
 
@@ -32,14 +32,20 @@ class Slot:
         stored, computed: the layouts on that mesh.
         replicate: the data axes of that mesh along which the stored parameter is replicated.
         compute_dtype: the dtype that it is computed with, if it is not that of the group's policy.
+        kept: the stored parameter while the modules have the gathered tensor, otherwise None.
     """
 
     compute_dtype: torch.dtype | None = None
 
     def __init__(self, name: str, places: list[tuple[nn.Module, str]], layout: ParameterLayout) -> None:
-        self.name, self.places, self.layout = name, places, layout
+        self.name, self.places, self.layout, self._is_distributed = (
+            name,
+            places,
+            layout,
+            not layout.stored_plain,
+        )
         self._stride = contiguous_stride(layout.stored.shape)
-        self._stored: DTensor | None = None  # while the modules have the gathered tensor
+        self.kept: Tensor | None = None
         # other modules, such as nn.LSTM, keep further references to their parameters
         self.is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
         self._specs: dict[torch.dtype, Spec] = {}
@@ -90,20 +96,45 @@ class Slot:
         return [(own_parameters(module), name) for module, name in self.places]
 
     @property
-    def param(self) -> DTensor:
+    def param(self) -> Tensor:
         """The stored parameter, as the modules have it between calls."""
-        if self._stored is not None:
-            return self._stored
+        if self.kept is not None:
+            return self.kept
         params, name = self.homes[0]
         found: Any = params[name]
-        if not isinstance(found, DTensor) or found._spec.layout is not self.layout.stored:
-            what = f"a {found.sharding}" if isinstance(found, DTensor) else f"a {type(found).__name__}"
+        is_distributed, stored = isinstance(found, DTensor), self.layout.stored
+        if self._is_distributed:
+            fits = is_distributed and found._spec.layout is stored
+        else:
+            fits = not is_distributed and found is not None and found.shape == stored.shape
+        if not fits:
+            what = f"a {found.sharding}" if is_distributed else f"a {type(found).__name__}"
+            expected = stored if self._is_distributed else f"plain tensor of {stored}"
             raise RuntimeError(
-                f"The parameter {self.name} of a data-parallel module is {what}, not a {self.layout.stored}.\n"
+                f"The parameter {self.name} of a data-parallel module is {what}, not a {expected}.\n"
                 "  why: It was replaced or redistributed after the module was made data-parallel.\n"
                 "  fix: Write into it (p.copy_(…), load_state_dict), or replace it before fully_shard or replicate."
             )
-        return found
+        return found  # type: ignore[no-any-return]
+
+    def block(self, param: Any) -> Tensor:
+        """The block of the stored parameter; of a plain one, itself without its graph."""
+        if self._is_distributed:
+            return param._local_tensor  # type: ignore[no-any-return]
+        plain: Tensor = param.detach()
+        return PerRank(dict.fromkeys(members_of(self.mesh), plain)) if is_simulated() else plain
+
+    def address(self, param: Any) -> int:
+        """A number that changes when the memory of the stored parameter is replaced, as long as its block is held."""
+        if self._is_distributed:
+            return id(param._local_tensor)
+        return param.data_ptr() or id(param.dtype)  # an empty tensor has no address
+
+    def wrap(self, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """A block in the form of the stored parameter, as its gradient."""
+        if self._is_distributed:
+            return new_dtensor(DTensor, block, self.stored_spec(dtype), False)  # type: ignore[no-any-return]
+        return block.ranks[0] if isinstance(block, PerRank) else block
 
     @property
     def is_moved(self) -> bool:
@@ -112,23 +143,15 @@ class Slot:
 
     def stamp(self) -> tuple[int, ...]:
         """Numbers that change when the stored parameter is written to or replaced."""
-        param = self._stored if self._stored is not None else self.param
+        param: Any = self.param
+        if not self._is_distributed:
+            return id(param), version(param), param.data_ptr()
         block = param._local_tensor
         writes = sum(map(version, block.ranks)) if isinstance(block, PerRank) else version(block)
         return id(param), version(param), writes, id(block)
 
-    def register(self, stored: DTensor, tensor: Tensor) -> None:
-        """Let the modules have a gathered tensor instead of the stored parameter."""
-        self._stored = stored
-        self._set(tensor)
-
-    def restore(self) -> None:
-        """Let the modules have the stored parameter again."""
-        if self._stored is not None:
-            stored, self._stored = self._stored, None
-            self._set(stored)
-
-    def _set(self, tensor: Tensor) -> None:
+    def register(self, tensor: Tensor) -> None:
+        """Let the modules have this tensor."""
         if self.is_plain:
             for params, name in self.homes:
                 params[name] = tensor

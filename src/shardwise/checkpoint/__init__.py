@@ -1,0 +1,40 @@
+"""Checkpoints: saved from any layout, loaded into any other, complete or not there at all."""
+
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from shardwise.checkpoint.api import async_save, latest, load, save
+from shardwise.checkpoint.background import SaveHandle
+from shardwise.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointStateError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+)
+from shardwise.checkpoint.manager import CheckpointManager
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointMismatchError",
+    "CheckpointStateError",
+    "CheckpointWriteError",
+    "CorruptCheckpointError",
+    "NoCheckpointError",
+    "SaveHandle",
+    "StorageReader",
+    "StorageWriter",
+    "async_save",
+    "latest",
+    "load",
+    "save",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    """The classes for torch.distributed.checkpoint, which is imported when they are first asked for."""
+    if name in ("StorageReader", "StorageWriter"):
+        return getattr(_import_module("shardwise.checkpoint.torch_storage"), name)
+    raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")

@@ -1,0 +1,103 @@
+"""The ranks tell rank 0 how they fared, and rank 0 tells all of them the outcome: through the store, without collectives.
+
+A background thread may do it while the program communicates. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwise.checkpoint.errors import ERRORS, CheckpointError
+from shardwise.checkpoint.save_plan import this_rank, world_size
+from shardwise.torch_internals.process_groups import default_store
+
+__all__ = ["Report", "agree", "failure", "next_number"]
+
+Report = dict[str, Any]
+_numbers = itertools.count()
+_KEPT_VERDICTS = 16
+
+
+def next_number() -> int:
+    """The number of an exchange, which is the same on all ranks because they save and load in the same order."""
+    return next(_numbers)
+
+
+def agree(
+    number: int, report: Report, decide: Callable[[Sequence[Report]], Report], timeout: float, alone: bool
+) -> Report:
+    """What `decide` returns on rank 0, given the reports of all ranks; on every rank.
+
+    Args:
+        number: of `next_number`.
+        report: that of this rank; under the key "error", a failure.
+        decide: called on rank 0.
+        timeout: seconds to wait for the other ranks.
+        alone: there are no other processes.
+
+    Raises:
+        CheckpointError: a rank reported one, `decide` raised one, or a rank did not report within `timeout` seconds. It is the
+            same on all ranks.
+    """
+    if alone:
+        return _raise_error(_decide([report], decide))
+    store, prefix = default_store(), f"shardwise/checkpoint/{number}"
+    if this_rank() != 0:
+        store.set(f"{prefix}/{this_rank()}", json.dumps(report))
+        return _raise_error(json.loads(_wait(store, f"{prefix}/verdict", timeout, "rank 0")))
+    reports = [report]
+    for rank in range(1, world_size()):
+        key = f"{prefix}/{rank}"
+        try:
+            reports.append(json.loads(_wait(store, key, timeout, f"rank {rank}")))
+            store.delete_key(key)
+        except CheckpointError as error:
+            reports.append(failure(error, rank))
+            break
+    verdict = _decide(reports, decide)
+    store.set(f"{prefix}/verdict", json.dumps(verdict))
+    store.delete_key(f"shardwise/checkpoint/{number - _KEPT_VERDICTS}/verdict")
+    return _raise_error(verdict)
+
+
+def failure(error: CheckpointError, rank: int | None = None) -> Report:
+    """An error as a report, with the rank that it happened on."""
+    what = error.what if rank is None else f"[rank {rank}] {error.what}"
+    return {"error": type(error).__name__, "what": what, "why": error.why, "fix": error.fix}
+
+
+def _decide(reports: Sequence[Report], decide: Callable[[Sequence[Report]], Report]) -> Report:
+    failed = [r for r in reports if "error" in r]
+    if failed:
+        others = len(failed) - 1
+        return {**failed[0], "what": failed[0]["what"] + (f" ({others} more ranks failed)" if others else "")}
+    try:
+        return decide(reports)
+    except CheckpointError as error:
+        return failure(error)
+
+
+def _raise_error(verdict: Report) -> Report:
+    if "error" in verdict:
+        kind = ERRORS.get(verdict["error"], CheckpointError)
+        raise kind(verdict["what"], why=verdict["why"], fix=verdict["fix"])
+    return verdict
+
+
+def _wait(store: Any, key: str, timeout: float, who: str) -> bytes:
+    """The value of a key, polled: a blocking wait would keep other threads from the store."""
+    end, pause = time.monotonic() + timeout, 0.0005
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{who} did not answer for {timeout:g} s.",
+                why="It has died, or it is not saving or loading a checkpoint as the other ranks are.",
+                fix="Call save, async_save and load on all ranks, in the same order; see the output of that rank.",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return store.get(key)  # type: ignore[no-any-return]

@@ -1,0 +1,126 @@
+"""Loading: each rank reads its blocks, and the ranks agree that all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.agreement import compare_ranks, digests
+from shardwise.checkpoint.bits import bits_of, empty_bits, tensor_of
+from shardwise.checkpoint.checksum import MODULUS
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.exchange import Report, agree, failure, next_number
+from shardwise.checkpoint.metadata import METADATA, resolve_path
+from shardwise.checkpoint.random_state import set_random_position
+from shardwise.checkpoint.read import Reader, parts_of
+from shardwise.checkpoint.restore import plan_restore
+from shardwise.checkpoint.save_plan import (
+    block_on,
+    coord_on,
+    is_alone,
+    stored_of,
+    this_rank,
+    world_size,
+)
+from shardwise.checkpoint.saving import TIMEOUT
+from shardwise.checkpoint.torch_format import TORCH_METADATA, TorchReader
+from shardwise.comm import is_simulated
+from shardwise.layout import owned
+from shardwise.tensor.dtensor import DTensor
+
+__all__ = ["Loading"]
+
+
+def open_checkpoint(path: Path) -> Reader:
+    """The reader of a checkpoint of ours, or of one that torch.distributed.checkpoint has written."""
+    if not (path / METADATA).exists() and (path / TORCH_METADATA).exists():
+        return TorchReader.of(path)
+    return Reader.of(path)
+
+
+class Loading:
+    """A load; it counts the bytes that this process reads."""
+
+    def __init__(self, path: Path, strict: bool = True, timeout: float = TIMEOUT) -> None:
+        self.path, self.strict, self.timeout = resolve_path(path), strict, timeout
+        self.number = next_number()
+        self.reader: Reader | None = None
+
+    def run(self, into: Any, random: bool) -> Any:
+        """Read, agree with the other ranks that all is well, and set what is not a tensor."""
+        plan, after = None, None
+        try:
+            self.reader = reader = open_checkpoint(self.path)
+            try:
+                plan, after = plan_restore(into, reader.metadata.tree, reader.stored, self.strict, self.path)
+                for name, target in plan.tensors:
+                    for rank in (
+                        range(world_size())
+                        if isinstance(target, DTensor) and is_simulated()
+                        else [this_rank()]
+                    ):
+                        read_into(reader, name, target, rank)
+            finally:
+                reader.close()
+            keys = {n: str(stored_of(t).layout) for n, t in plan.tensors}
+            report: Report = {
+                "partial": [[*key, *sums] for key, sums in reader.partial.items()],
+                **digests({} if into is None else keys, [str(self.path), into is None]),
+            }
+        except CheckpointError as error:
+            report = failure(error, None if is_alone() else this_rank())
+        agree(self.number, report, self._check, self.timeout, is_alone())
+        if plan is None or self.reader is None:
+            raise RuntimeError("unreachable: a failed report raises")
+        for setter in plan.setters:
+            setter()
+        if random and self.reader.metadata.random is not None:
+            set_random_position(self.reader.metadata.random)
+        return after
+
+    def _check(self, reports: Sequence[Report]) -> Report:
+        compare_ranks(reports, "load")
+        totals: dict[tuple[str, int], tuple[int, int]] = {}
+        for name, cell, found, expected in (p for r in reports for p in r["partial"]):
+            totals[name, cell] = (totals.get((name, cell), (0, 0))[0] + found) % MODULUS, expected
+        for (name, cell), (found, expected) in totals.items():
+            if found != expected and self.reader is not None:
+                raise self.reader.damaged_cell(name, cell)
+        return {}
+
+
+def read_into(reader: Reader, name: str, target: Tensor, rank: int) -> None:
+    """Fill the block of a rank."""
+    stored, coord = reader.stored(name), coord_on(target, rank)
+    if stored is None or coord is None:
+        return
+    block = block_on(target, rank)
+    layout = stored_of(target).layout
+    split = isinstance(target, DTensor)
+    held: Sequence[Sequence[int]] = owned(layout, coord) if split else [range(n) for n in stored.shape]
+    counts = not split or _answers(target, coord, rank)
+    direct = (
+        block.dtype == stored.dtype
+        and block.device.type == "cpu"
+        and not block.is_conj()
+        and not block.is_neg()
+    )
+    bits = bits_of(block) if direct else empty_bits(tuple(block.shape), stored.dtype.itemsize)
+    for part in parts_of(stored, held):
+        box: Any = tuple(slice(a, a + n) for a, n in zip(part.local, part.shape, strict=True))
+        reader.read_part(name, part, bits[(*box, ...)], counts)
+    with torch.no_grad():
+        if not direct:
+            block.copy_(tensor_of(bits, stored.dtype))
+        torch.autograd.graph.increment_version(block)
+        torch.autograd.graph.increment_version(target)
+
+
+def _answers(target: Tensor, coord: Sequence[int], rank: int) -> bool:
+    """Whether this rank is the first of those that hold its block."""
+    layout, ranks, _ = stored_of(target)
+    return rank in ranks[0].tolist() and all(c == 0 for a, c in enumerate(coord) if a not in layout.sharded)

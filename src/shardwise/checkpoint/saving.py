@@ -1,0 +1,110 @@
+"""Saving: planned at once, written now or in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.agreement import compare_ranks, digests
+from shardwise.checkpoint.description import describe_state
+from shardwise.checkpoint.errors import CheckpointError, CheckpointStateError
+from shardwise.checkpoint.exchange import Report, agree, failure, next_number
+from shardwise.checkpoint.random_state import random_position
+from shardwise.checkpoint.save_plan import (
+    SavePlan,
+    is_alone,
+    plan_save,
+    stored_of,
+    this_rank,
+    world_size,
+)
+from shardwise.checkpoint.staging import Staged, bits_in, stage
+from shardwise.checkpoint.write import aside_path, commit, write_errors, write_rank
+from shardwise.comm import is_simulated
+
+__all__ = ["TIMEOUT", "Saving"]
+
+TIMEOUT = 1800.0
+
+
+class Saving:
+    """A save: planned at construction, written by `run`, which may be in another thread after `stage`.
+
+    Args:
+        state: what is saved.
+        path: the directory of the checkpoint.
+        timeout: seconds to wait for the other ranks.
+        after: called on rank 0 when the checkpoint is there.
+    """
+
+    def __init__(
+        self, state: Any, path: Path, timeout: float, after: Callable[[], object] | None = None
+    ) -> None:
+        self.path, self.timeout, self.after = Path(path).absolute(), timeout, after
+        self.number, self.alone, self.rank = next_number(), is_alone(), this_rank()
+        self.ranks = range(world_size()) if is_simulated() else [self.rank]
+        self.tensors: Mapping[str, Tensor] = {}
+        self.staged: dict[int, Staged] = {}
+        self.error: CheckpointError | None = None
+        try:
+            self._describe(state)
+        except CheckpointError as error:
+            self.error = error  # `run` tells the other ranks, which would wait otherwise
+
+    def _describe(self, state: Any) -> None:
+        try:
+            described = describe_state(state)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointStateError(
+                f"The state could not be read: {type(error).__name__}: {error}",
+                why="A state_dict() raised it.",
+                fix="See the traceback above this one.",
+            ) from error
+        self.tensors = described.tensors
+        self.plan: SavePlan = plan_save({n: stored_of(t) for n, t in self.tensors.items()}, world_size())
+        self.content = {"state": described.tree, "aliases": described.aliases, "random": random_position()}
+
+    def stage(self) -> None:
+        """Copy what this process writes, so that the program may change it."""
+        if self.error is not None:
+            self.run()
+        self.staged = {rank: stage(self.plan, rank, self.tensors) for rank in self.ranks}
+        self.tensors = {}
+
+    def run(self) -> None:
+        """Write the data of this rank, and wait until the checkpoint is there."""
+        reports: list[Report] = []
+        try:
+            if self.error is not None:
+                raise self.error
+            with write_errors(self.path):
+                for rank in self.ranks:
+                    cells = self.staged[rank].cells if self.staged else bits_in(self.tensors, rank)
+                    reports.append(write_rank(self.plan, rank, aside_path(self.path), cells))
+                    self.staged.pop(rank, None)
+            report = {"reports": reports, **self._digests()}
+        except CheckpointError as error:
+            report = failure(error, None if self.alone else self.rank)
+        agree(self.number, report, self._commit, self.timeout, self.alone)
+
+    def _digests(self) -> Report:
+        random = self.content[
+            "random"
+        ]  # before the ranks have agreed on a seed, that of rank 0 is the one that counts
+        same = self.content if random["agreed"] else {**self.content, "random": random["position"]}
+        keys = {n: f"{s.dtype} {s.layout}" for n, s in self.plan.stored.items()}
+        return digests(keys, [same, str(self.path)])
+
+    def _commit(self, reports: Sequence[Report]) -> Report:
+        compare_ranks(reports, "save")
+        files = [f for r in reports for f in r["reports"]]
+        with write_errors(self.path):
+            commit(self.path, {**self.content, "tensors": self.plan.metadata}, files)
+            if self.after is not None:
+                self.after()
+        return {}

@@ -1,0 +1,19 @@
+"""Whole-step capture: a training step as one graph of ops on blocks and collectives, to run, compile, print and measure."""
+
+from shardwise.compile.analysis import Collective, Memory
+from shardwise.compile.capture import capture
+from shardwise.compile.driver import WholeStep, whole_step
+from shardwise.compile.errors import CaptureError
+from shardwise.compile.fake import fake_mesh
+from shardwise.compile.program import Program
+
+__all__ = [
+    "CaptureError",
+    "Collective",
+    "Memory",
+    "Program",
+    "WholeStep",
+    "capture",
+    "fake_mesh",
+    "whole_step",
+]

@@ -1,0 +1,152 @@
+"""`whole_step`: train with captured steps; the state stays in the module and the optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.compile.capture import capture
+from shardwise.compile.errors import CaptureError
+from shardwise.compile.numbers import OpsChangedError
+from shardwise.compile.program import Program, key_of
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.pytree import tree_flatten
+
+__all__ = ["WholeStep", "whole_step"]
+
+
+class WholeStep:
+    """A training step that runs as a captured program; see `whole_step`.
+
+    Attributes:
+        reason: why the last step ran eagerly; None if it was captured.
+        programs: the programs that were captured, by what they depend on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Tensor],
+        accumulate: int,
+        clip_norm: float | None,
+        backend: str,
+    ) -> None:
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._accumulate, self._clip_norm, self._backend = accumulate, clip_norm, backend
+        self._count, self._has_stepped = 0, False
+        self.reason: str | None = "no step was taken"
+        self.programs: dict[Any, Program | CaptureError] = {}
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Take a step on a micro-batch; every `accumulate`-th call updates the parameters. Returns the loss."""
+        self._count += 1
+        is_last = self._count % self._accumulate == 0
+        leaves, structure = tree_flatten(batch)
+        key = (is_last, structure, *map(key_of, leaves), *self._state_key())
+        program = self._find(key, is_last, batch)
+        if program is not None:
+            try:
+                return program.run_leaves(leaves)  # type: ignore[no-any-return]
+            except OpsChangedError:
+                del self.programs[key]
+                program = self._find(key, is_last, batch)
+                if program is not None:
+                    return program.run_leaves(leaves)  # type: ignore[no-any-return]
+        return self._eager(is_last, *batch)
+
+    def _params(self) -> list[Tensor]:
+        return [p for g in self._optimizer.param_groups for p in g["params"]]
+
+    def _state_key(self) -> list[Any]:
+        """What else a program depends on: the layouts of parameters, which gradients there are, and modes of modules."""
+        found: list[Any] = []
+        for p in self._params():
+            grad = p.grad
+            found.append(p._spec if isinstance(p, DTensor) else p.requires_grad)
+            found.append(grad._spec if isinstance(grad, DTensor) else grad is not None)
+        return [*found, tuple(m.training for m in self._model.modules())]
+
+    def _find(self, key: Any, is_last: bool, batch: tuple[Any, ...]) -> Program | None:
+        """The program for this step; None if it runs eagerly, for `reason`."""
+        if is_last and not self._has_stepped and not any(map(self._optimizer.state.get, self._params())):
+            self.reason = "the first step creates the state of the optimizer"
+            return None
+        found = self.programs.get(key)
+        if found is None:
+            try:
+                found = self._capture(is_last, batch)
+            except CaptureError as error:
+                found = error
+                warnings.warn(f"whole_step runs this step eagerly: {error}", stacklevel=4)
+            self.programs[key] = found
+        if isinstance(found, CaptureError):
+            self.reason = found.reason
+            return None
+        self.reason = None
+        return found
+
+    def _capture(self, is_last: bool, batch: tuple[Any, ...]) -> Program:
+        program = capture(
+            lambda *batch: self._step(is_last, *batch),
+            *batch,
+            optimizer=self._optimizer,
+            modules=[self._model],
+        )
+        return program if self._backend == "fx" else program.compile(self._backend)
+
+    def _eager(self, is_last: bool, *batch: Any) -> Tensor:
+        loss = self._step(is_last, *batch)
+        self._has_stepped |= is_last
+        return loss
+
+    def _step(self, is_last: bool, *batch: Any) -> Tensor:
+        loss = self._loss_fn(self._model, *batch)
+        (loss if self._accumulate == 1 else loss / self._accumulate).backward()
+        if is_last:
+            if self._clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._params(), self._clip_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def whole_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Tensor],
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    backend: str = "fx",
+) -> WholeStep:
+    """A function that takes a training step as one captured program.
+
+    Forward, loss, backward, clipping and the update run without the overhead of DTensors, with the same collectives and, with
+    `backend="fx"`, the same bits as in eager mode. The state stays where it is: in the module's parameters, the optimizer's
+    state, and `shardwise`'s random stream, so checkpoints and learning rate schedulers work as ever. Steps are captured again
+    when shapes, layouts or `train()`/`eval()` change. The first update is eager, since it creates the optimizer's state; a step
+    that cannot be captured runs eagerly with a warning, and `reason` says why.
+
+    Args:
+        model: the module.
+        optimizer: its optimizer.
+        loss_fn: `loss_fn(model, *batch)` returns the loss.
+        accumulate: the number of calls whose gradients are added up, each divided by this number, before an update.
+        clip_norm: the norm that gradients are clipped to before an update.
+        backend: "fx", or "inductor" to compile the programs.
+
+    Communicates what eager training does.
+    """
+    if accumulate < 1:
+        raise ValueError(
+            f"whole_step got accumulate={accumulate}.\n"
+            "  why: It is the number of micro-batches of an update.\n"
+            "  fix: accumulate=1"
+        )
+    return WholeStep(model, optimizer, loss_fn, accumulate, clip_norm, backend)

@@ -1,0 +1,203 @@
+"""Finding out who is the cause when a rank waits in vain, from the records of the ranks of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.faults.error import Fault
+from shardwise.faults.record import (
+    ENDED,
+    ERROR_AT,
+    ERRORS,
+    GUARDED,
+    GUARDS,
+    LEFT,
+    RAISED,
+    STATE,
+    TOTAL,
+    OwnRecord,
+    Record,
+    Row,
+)
+
+__all__ = [
+    "World",
+    "behind",
+    "broken_connection",
+    "cause",
+    "diverged",
+    "find_overdue",
+    "list_ranks",
+    "raised",
+]
+
+_RAISED_SECONDS = 1.0  # a rank that raised and caught it may still come
+
+
+@dataclass(frozen=True)
+class World:
+    """The records that there are, by rank; the record of this rank, and its errors."""
+
+    size: int
+    me: OwnRecord
+    records: Mapping[int, Record]
+    errors: frozenset[str]  # that this rank raised lately
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """The ranks that have no record on this machine."""
+        return [rank for rank in range(self.size) if rank not in self.records]
+
+
+def behind(world: World, rows: Iterable[Row]) -> list[int]:
+    """The ranks that have not begun a collective that this rank has begun."""
+    found = set()
+    for row in rows:
+        mine = world.me.count_of(row.key)
+        for rank in row.ranks:
+            record = world.records.get(rank)
+            if record is None or record.count_of(row.key) < mine:
+                found.add(rank)
+    return sorted(found - {world.me.rank})
+
+
+def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
+    """The fault of one of these ranks, which will not come any more; None if all of them may."""
+    for rank in ranks:
+        record = world.records.get(rank)
+        if record is None:
+            continue
+        words, state = record.words, record.words[STATE]
+        here = world.me.words
+        same_guard = words[GUARDS] == here[GUARDS] and here[STATE] == GUARDED
+        error = record.error() if words[ERRORS] and words[ERROR_AT] == words[TOTAL] else ""
+        if state == ENDED or (same_guard and state == RAISED):
+            return raised(world, rank, error) if error else _ended(world, rank, "left the process group")
+        if record.process() == "gone":
+            return raised(world, rank, error) if error else _died(world, rank)
+        if same_guard and state == LEFT:
+            return _ended(world, rank, "has returned")
+        if error and error not in world.errors and waited > _RAISED_SECONDS and not record.waits():
+            return raised(world, rank, error)
+    return None
+
+
+def raised(world: World, rank: int, error: str) -> Fault:
+    """A rank raised an error; `error` says what, and where."""
+    return Fault(
+        "raised",
+        (rank,),
+        f"rank {rank} of {world.size} failed: {error}\n{positions(world, skip=(rank,))}"
+        f"  why: Rank {rank} raised this alone and takes no part in the collectives of the others any more.\n"
+        f"  fix: Correct the cause on rank {rank}; an error that every rank raises leaves the groups intact.",
+    )
+
+
+def _died(world: World, rank: int) -> Fault:
+    return Fault(
+        "died",
+        (rank,),
+        f"rank {rank} of {world.size} died: its process {world.records[rank].words[0]} is gone.\n{positions(world)}"
+        "  why: It was killed, perhaps by the system when memory ran out, or native code crashed or exited.\n"
+        f"  fix: See the output of rank {rank} and the log of the system; restart from the last checkpoint.",
+    )
+
+
+def _ended(world: World, rank: int, how: str) -> Fault:
+    return Fault(
+        "ended",
+        (rank,),
+        f"rank {rank} of {world.size} {how} while others wait for it in a collective.\n{positions(world)}"
+        f"  why: The other ranks called a collective that rank {rank} did not call.\n"
+        "  fix: Let every rank call every collective; look for a branch that depends on the rank.",
+    )
+
+
+def diverged(world: World, rank: int, text: str, source: str, row: Row, count: int) -> Fault:
+    """The fault that this rank is about to begin another collective than the one that `rank` began at the same place of a group's sequence."""
+    me = world.me.rank
+    entries = world.records[rank].entries()
+    theirs = next((e for e in entries if (e.key, e.place) == (row.key, count)), entries[-1])
+    return Fault(
+        "diverged",
+        tuple(sorted((me, rank))),
+        f"ranks {me} and {rank} of {world.size} call different collectives as number {count} of one group.\n"
+        f"  rank {me}: {text} at {source}\n"
+        f"  rank {rank}: {theirs.text} at {theirs.source}\n{positions(world, skip=(me, rank))}"
+        "  why: The ranks of a group must call the same collectives, with the same layouts and dtypes, in the same order.\n"
+        "  fix: Look for a branch, a shape or a dtype that depends on the rank at these two lines.",
+    )
+
+
+def find_overdue(world: World, late: Sequence[int], waited: float, limit: float) -> Fault:
+    """The fault that this rank has waited longer than allowed for other ranks, or for a rank that waits for them, and so on."""
+    culprits = _first_causes(world, list(late))
+    stopped = [r for r in culprits if r in world.records and world.records[r].process() == "stopped"]
+    names = list_ranks(stopped or culprits) or "no rank"
+    verb = "is" if len(stopped or culprits) == 1 else "are"
+    what = f"{names} of {world.size} {verb} {'stopped' if stopped else 'missing'}"
+    return Fault(
+        "timeout",
+        tuple(stopped or culprits),
+        f"{what}: rank {world.me.rank} has waited for {waited:.1f} s (limit {limit:g} s).\n{positions(world)}"
+        + (
+            f"  why: Its process {'has been' if len(stopped) == 1 else 'and others have been'} stopped by a signal (SIGSTOP) or a debugger.\n"
+            if stopped
+            else "  why: It computes longer than the limit, is stuck, or called other collectives than the others.\n"
+        )
+        + "  fix: Compare the lines above: the ranks must call the same collectives in the same order; "
+        "or allow more time with shardwise.guard(timeout=seconds).",
+    )
+
+
+def _first_causes(world: World, late: list[int]) -> list[int]:
+    """Ranks that are late and do not themselves wait; if all wait, all of them."""
+    free = [r for r in late if r not in world.records or not world.records[r].waits()]
+    stopped = [r for r in world.records if world.records[r].process() == "stopped"]
+    others = [r for r, record in world.records.items() if r != world.me.rank and not record.waits()]
+    return sorted(stopped or free or others or late)
+
+
+def broken_connection(world: World, error: str) -> Fault:
+    """A connection broke, and no rank of this machine is known to be the cause."""
+    away = world.elsewhere
+    where = f"{list_ranks(away)}, on another machine or not started" if away else "unknown"
+    return Fault(
+        "lost",
+        tuple(away),
+        f"rank {world.me.rank} of {world.size} lost the connection to another rank ({where}): {error}\n{positions(world)}"
+        "  why: A process ended, or the network failed.\n"
+        "  fix: See the output of the other ranks; restart from the last checkpoint.",
+    )
+
+
+def positions(world: World, skip: Sequence[int] = ()) -> str:
+    """A line for each rank that says where it is."""
+    return "".join(f"  rank {r}: {_position(world, r)}\n" for r in range(world.size) if r not in skip)
+
+
+def _position(world: World, rank: int) -> str:
+    record = world.records.get(rank)
+    if record is None:
+        return "unknown (on another machine, or it has not communicated yet)"
+    entries = record.entries()
+    last = f"{entries[-1].text} at {entries[-1].source}" if entries else "no collective yet"
+    waited = record.waits()
+    process = "" if (state := record.process()) == "runs" else f"{state}, "
+    if waited and process != "gone, ":
+        return f"{process}has waited {waited:.1f} s in number {record.words[TOTAL]}, {last}"
+    ago = f" {time.monotonic() - entries[-1].when:.1f} s ago" if entries else ""
+    return f"{process}last called number {record.words[TOTAL]}{ago}, {last}"
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """The names of ranks.
+
+    >>> list_ranks([1]), list_ranks([1, 2])
+    ('rank 1', 'ranks 1, 2')
+    """
+    if not ranks:
+        return ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,56 @@
+"""The line of the user's program that is being run, for error messages."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import FrameType, TracebackType
+
+import torch
+
+__all__ = ["line_of_error", "line_of_stack"]
+
+_OURS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep + "contextlib",
+    "<frozen ",
+)
+_is_ours: dict[str, bool] = {}
+
+
+def _belongs_to_library(file: str) -> bool:
+    known = _is_ours.get(file)
+    if known is None:
+        known = _is_ours[file] = file.startswith(_OURS)
+    return known
+
+
+def line_of_stack() -> tuple[str, int, str]:
+    """File, line and function of the innermost frame of this thread that belongs to the user's program.
+
+    >>> line_of_stack()[2]
+    '<module>'
+    """
+    frame: FrameType | None = sys._current_frames()[threading.get_ident()]
+    known = _is_ours.get
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        ours = known(file)
+        if not (_belongs_to_library(file) if ours is None else ours):
+            return file, frame.f_lineno, code.co_name
+        frame = frame.f_back
+    return "", 0, ""
+
+
+def line_of_error(trace: TracebackType | None) -> tuple[str, int, str]:
+    """File, line and function of the innermost frame of a traceback that belongs to the user's program."""
+    last = ("", 0, "")
+    for frame, line in traceback.walk_tb(trace):
+        code = frame.f_code
+        if not _belongs_to_library(code.co_filename):
+            last = (code.co_filename, line, code.co_name)
+    return last

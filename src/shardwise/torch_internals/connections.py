@@ -1,0 +1,74 @@
+"""The connections and the store of this process's world: breaking connections, so that no thread waits on them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["break_connections", "world_store"]
+
+
+def world_store() -> Any:
+    """The store through which the ranks of the world found each other."""
+    return distributed_c10d._get_default_store()
+
+
+def break_connections() -> int:
+    """Break the connections of all process groups of this process, and return the number of broken sockets.
+
+    Every wait for a collective, here and on the ranks at the other ends, ends within milliseconds with an error. Neither
+    `abort()` nor `destroy_process_group()` does this for gloo. The groups cannot be used afterwards.
+    """
+    broken = sum(_shut_down(fd) for fd in _gloo_sockets())
+    for group in list(distributed_c10d._world.pg_map):
+        if "nccl" in str(dist.get_backend(group)) and hasattr(group, "abort"):
+            group.abort()
+    return broken
+
+
+def _gloo_sockets() -> list[int]:
+    """The descriptors that gloo's threads poll: of its sets of descriptors, unlike others, children inherit copies."""
+    found = []
+    for name in _listed("/proc/self/fd"):
+        if not _link(name).startswith("anon_inode:[eventpoll]"):
+            continue
+        try:
+            with open(f"/proc/self/fdinfo/{name}") as file:
+                lines = file.read().splitlines()
+        except OSError:  # it was closed meanwhile
+            continue
+        flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_CLOEXEC)
+        if not flags & os.O_CLOEXEC:
+            found += [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    return [fd for fd in found if _link(str(fd)).startswith("socket:")]
+
+
+def _listed(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _shut_down(fd: int) -> bool:
+    """Shut a connected socket down; one that listens stays, since gloo ends the process when that fails."""
+    try:
+        copy = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return False
+    with copy:
+        try:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False
+            copy.shutdown(socket.SHUT_RDWR)
+        except OSError:  # not connected any more
+            return False
+    return True

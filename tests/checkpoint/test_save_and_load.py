@@ -1,0 +1,451 @@
+"""States saved from drawn layouts and loaded into others, in simulation and on processes, and what was read and written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from tests import strategies
+from tests.values import dense_tensor, random_layout, same_bits, tensor
+from torch import nn
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint.grid import grid_of
+from shardwise.checkpoint.loading import Loading
+from shardwise.checkpoint.save_plan import Stored, plan_save
+from shardwise.comm import axes_of, coord_of, is_simulated, members_of
+from shardwise.layout import Axes, Layout, Shard, block_shape, owned
+from shardwise.parallel import fully_shard, parallelize_module, replicate
+
+DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+]
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (1, 4), (2, 2, 2)]
+
+
+def mesh_of(shape):
+    return sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "cp")[: len(shape)])
+
+
+def drawn(rng, count):
+    """Shapes and dtypes of tensors."""
+    sizes = [0, 1, 2, 3, 4, 5, 6, 8, 12, 13, 16]
+    return [
+        (tuple(rng.choice(sizes) for _ in range(rng.choice([0, 1, 2, 2, 3]))), rng.choice(DTYPES))
+        for _ in range(count)
+    ]
+
+
+def state_on(mesh, tensors, rng, values=True):
+    """Those tensors on a mesh in drawn layouts, with their values or with others."""
+    out = {}
+    for i, (shape, dtype) in enumerate(tensors):
+        layout = random_layout(rng, axes_of(mesh), shape, ())
+        out[f"t{i}"] = tensor(dense_tensor(shape, dtype, i if values else 1000 + i), layout, mesh)
+    return out
+
+
+def whole(x):
+    full = x.full_tensor() if isinstance(x, sw.DTensor) else x
+    return full.ranks[-1] if isinstance(full, sw.PerRank) else full
+
+
+@given(strategies.layouts(partial=False))
+def test_the_cells_of_a_layout_are_what_the_coords_own(layout):
+    grid = grid_of(layout)
+    for number in range(layout.axes.count):
+        coord = layout.axes.coord(number)
+        held = set()
+        for cell in np.flatnonzero((grid.owners == number).any(axis=1)):
+            offset, shape = grid.box(int(cell))
+            held |= {tuple(o + i for o, i in zip(offset, at, strict=True)) for at in np.ndindex(*shape)}
+        assert held == set(itertools.product(*owned(layout, coord)))
+
+
+@pytest.mark.parametrize("seed", range(40 if DEEP else 8))
+def test_any_layout_loads_into_any_other_and_reads_its_bytes(tmp_path, seed):
+    rng = random.Random(seed)
+    tensors = drawn(rng, 25)
+    source, target = rng.choice(MESHES), rng.choice(MESHES)
+    with sw.simulate(math.prod(source)):
+        state = state_on(mesh_of(source), tensors, rng)
+        checkpoint.save({"x": state, "n": seed}, tmp_path / "c")
+    total = sum(math.prod(s) * d.itemsize for s, d in tensors)
+    stored = sum(f.stat().st_size for f in tmp_path.glob("c/*.safetensors"))
+    headers = sum(8 + int.from_bytes(f.read_bytes()[:8], "little") for f in tmp_path.glob("c/*.safetensors"))
+    assert stored - headers == total  # what is replicated is written once
+    with sw.simulate(math.prod(target)):
+        mesh = mesh_of(target)
+        into = {"x": state_on(mesh, tensors, rng, values=False), "n": -1}
+        loading = Loading(tmp_path / "c")
+        assert loading.run(into, random=True) is into
+        assert into["n"] == seed
+        for i, (shape, dtype) in enumerate(tensors):
+            x = into["x"][f"t{i}"]
+            for rank, coord in members_of(mesh).items():
+                expected = dense_tensor(shape, dtype, i)
+                for d, held in enumerate(owned(x.sharding, coord)):
+                    expected = expected.index_select(d, torch.tensor(list(held), dtype=torch.long))
+                assert same_bits(x.to_local().of_rank(rank), expected)
+        blocks = sum(
+            math.prod(block_shape(x.sharding, c)) * x.dtype.itemsize
+            for x in into["x"].values()
+            for c in members_of(mesh).values()
+        )
+        assert loading.reader.data_bytes == blocks
+    full = checkpoint.load(tmp_path / "c")
+    for i, (shape, dtype) in enumerate(tensors):
+        assert same_bits(full["x"][f"t{i}"], dense_tensor(shape, dtype, i))
+
+
+def test_a_plan_for_1024_ranks_and_1000_tensors_takes_less_than_a_second():
+    axes = Axes((32, 32), ("dp", "tp"))
+    ranks = np.arange(1024)[None]
+    choices = [
+        (Shard(0), Shard(1)),
+        (Shard(0), sw.Replicate()),
+        (Shard(0), Shard(0)),
+        (sw.Replicate(), sw.Replicate()),
+    ]
+    stored = {
+        f"w{i}": Stored(Layout.of((1000 + i, 2000 - i), axes, choices[i % 4]), ranks, torch.float32)
+        for i in range(1000)
+    }
+    plan_save({"w": stored["w0"]}, 1024)
+    start = time.process_time()
+    plan = plan_save(stored, 1024)
+    items = plan.items_of(517)
+    took = time.process_time() - start
+    assert took < 1
+    assert len(items) > 500
+    loads = [plan.bytes_of(r) for r in (0, 1, 500, 1023)]
+    assert sum(math.prod(s.layout.shape) * 4 for s in stored.values()) / 1024 == pytest.approx(
+        sum(loads) / 4, rel=0.2
+    )
+
+
+def test_replicated_tensors_are_spread_over_the_ranks(tmp_path):
+    with sw.simulate(4):
+        mesh = mesh_of((4,))
+        state = {str(i): sw.distribute_tensor(torch.ones(100), mesh, [sw.Replicate()]) for i in range(8)}
+        checkpoint.save(state, tmp_path / "c")
+    sizes = [f.stat().st_size for f in sorted((tmp_path / "c").glob("*.safetensors"))]
+    assert len(sizes) == 4
+    assert max(sizes) == min(sizes)
+
+
+# ---- values
+
+
+class Position:
+    """An object with a state of its own."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at, "seen": torch.arange(self.at), "sizes": Counter({3: 2})}
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["seen"], torch.arange(state["at"]))
+        assert state["sizes"] == Counter({3: 2})
+        self.at = state["at"]
+
+
+def test_plain_values_come_back_as_they_were(tmp_path):
+    values = {
+        "none": None, "nan": float("inf"), "big": 2**80, "text": "ä\0", "bytes": b"\0\xff", "tuple": (1, [2, (3,)]),
+        "map": {1: "a", None: "b", (1, 2): "c"}, "$": {"$": 1}, "dtype": torch.bfloat16, "numpy": np.float64(0.5),
+        "empty": {}, "flag": True,
+    }  # fmt: skip
+    state = {"v": values, "position": Position(5), "list": [torch.ones(2), 3]}
+    checkpoint.save(state, tmp_path / "c")
+    into = {"v": {}, "position": Position(), "list": [torch.zeros(2), 0]}
+    first = into["list"][0]
+    checkpoint.load(tmp_path / "c", into=into)
+    assert into["v"] == values
+    assert type(into["v"]["flag"]) is bool
+    assert into["position"].at == 5
+    assert into["list"][0] is first
+    assert torch.equal(first, torch.ones(2))
+    assert into["list"][1] == 3
+
+
+@pytest.mark.parametrize("value", [lambda: 1, object(), np.zeros(3), {1, 2}, {Position: 1}])
+def test_other_values_are_refused_with_a_way_out(tmp_path, value):
+    with pytest.raises(checkpoint.CheckpointStateError, match="fix:"):
+        checkpoint.save({"a": {"b": value}}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_pending_and_simulated_values_are_refused(tmp_path):
+    with sw.simulate(2):
+        x = sw.DTensor.from_local(torch.ones(2), mesh_of((2,)), [sw.Partial()])
+        with pytest.raises(checkpoint.CheckpointStateError, match="pending"):
+            checkpoint.save({"x": x}, tmp_path / "c")
+        with pytest.raises(checkpoint.CheckpointStateError, match="each simulated rank"):
+            checkpoint.save({"x": x.to_local() + sw.per_rank(torch.tensor)}, tmp_path / "c")
+
+
+def test_keys_and_shapes_that_do_not_fit_are_all_named(tmp_path):
+    checkpoint.save({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(2), "n": 1}, tmp_path / "c")
+    into = {
+        "a": torch.zeros(2),
+        "b": torch.zeros(4),
+        "d": torch.zeros(1),
+        "n": 0,
+        "c": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(checkpoint.CheckpointMismatchError) as error:
+        checkpoint.load(tmp_path / "c", into=into)
+    for text in ("b has shape (3,) in the checkpoint, not (4,)", "d is missing", "c has dtype"):
+        assert text in str(error.value)
+    assert into["n"] == 0
+    assert not into["a"].any()
+    del into["b"], into["c"]
+    checkpoint.load(tmp_path / "c", into=into, strict=False)
+    assert into["n"] == 1
+    assert into["a"].all()
+
+
+def test_floats_are_converted(tmp_path):
+    checkpoint.save({"x": torch.randn(5)}, tmp_path / "c")
+    x = checkpoint.load(tmp_path / "c", into={"x": torch.zeros(5, dtype=torch.bfloat16)})["x"]
+    assert torch.equal(x, checkpoint.load(tmp_path / "c")["x"].bfloat16())
+
+
+# ---- models and optimizers
+
+
+class Net(nn.Module):
+    """A network with a tied, a frozen and an unused parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6)
+        self.unused = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x):
+        return self.head(self.down(torch.tanh(self.up(self.embed(x)))))
+
+
+def train(net, optimizer, schedule, steps, split):
+    losses = []
+    for step in range(steps):
+        x = torch.arange(12).roll(step) % 7
+        out = net(split(x))
+        loss = nn.functional.cross_entropy(out, split(x.roll(1)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def trainer(kind, ranks):
+    torch.manual_seed(0)
+    net = Net()
+    net.up.bias.requires_grad_(False)
+    split = lambda x: x  # noqa: E731
+    if kind != "one":
+        mesh = mesh_of((ranks,))
+        if kind == "tp":
+            parallelize_module(net, mesh, {"up": "colwise", "down": "rowwise"})
+        else:
+            {"fsdp": fully_shard, "replicate": replicate}[kind](net, mesh=mesh)
+            split = lambda x: sw.distribute_tensor(x, mesh, [sw.Shard(0)], src_data_rank=None)  # noqa: E731
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in net.named_parameters() if "embed" in n]},
+            {"params": [p for n, p in net.named_parameters() if "embed" not in n], "lr": 0.02},
+        ],
+        lr=0.1,
+    )
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
+    return {"model": net, "optimizer": optimizer, "schedule": schedule}, split
+
+
+def numbers(losses):
+    return [float(whole(x)) for x in losses]
+
+
+@pytest.mark.parametrize("target", ["one", "fsdp", "tp", "replicate"])
+@pytest.mark.parametrize("source", ["one", "fsdp", "tp", "replicate"])
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path, source, target):
+    with sw.simulate(1):
+        state, split = trainer("one", 1)
+        expected = numbers(train(*state.values(), 7, split))
+    with sw.simulate(3):
+        state, split = trainer(source, 3)
+        first = numbers(train(*state.values(), 3, split))
+        checkpoint.save(state, tmp_path / "c")
+    names = json.loads((tmp_path / "c" / "checkpoint.json").read_text())["content"]
+    assert names["aliases"] == {"model.head.weight": "model.embed.weight"}
+    with sw.simulate(2):
+        state, split = trainer(target, 2)
+        if target == "fsdp":
+            train(*state.values(), 1, split)  # it has a state already, which is replaced
+        checkpoint.load(tmp_path / "c", into=state)
+        kept = state["optimizer"].state
+        assert len(kept) == sum(
+            "unused" not in n and n != "up.bias" for n, _ in state["model"].named_parameters()
+        )
+        assert all(
+            type(s["exp_avg"]) is (sw.DTensor if isinstance(p, sw.DTensor) else torch.Tensor)
+            for p, s in kept.items()
+        )
+        assert state["model"].head.weight is state["model"].embed.weight
+        rest = numbers(train(*state.values(), 4, split))
+    assert first + rest == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_state_of_parameters_that_are_frozen_later_is_kept(tmp_path):
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    net.bias.requires_grad_(False)
+    checkpoint.save({"m": net, "o": optimizer}, tmp_path / "c")
+    other = nn.Linear(3, 2)
+    other.bias.requires_grad_(False)
+    again = torch.optim.Adam(other.parameters())
+    checkpoint.load(tmp_path / "c", into={"m": other, "o": again})
+    assert torch.equal(again.state[other.bias]["exp_avg"], optimizer.state[net.bias]["exp_avg"])
+
+
+def test_names_do_not_depend_on_torch_compile(tmp_path):
+    checkpoint.save({"m": torch.compile(nn.Linear(2, 2), backend="eager")}, tmp_path / "c")
+    assert list(checkpoint.load(tmp_path / "c")["m"]) == ["weight", "bias"]
+
+
+def test_the_random_stream_goes_on_where_it_was(tmp_path):
+    with sw.simulate(4):
+        sw.manual_seed(7)
+        sw.rand(3)
+        checkpoint.save({}, tmp_path / "c")
+        expected = sw.rand(5)
+    with sw.simulate(3):
+        mesh = mesh_of((3,))
+        sw.manual_seed(8)
+        checkpoint.load(tmp_path / "c", into={})
+        found = sw.rand(5, device_mesh=mesh, placements=[sw.Shard(0)])
+        assert torch.equal(whole(found), expected)
+        sw.manual_seed(8)
+        checkpoint.load(tmp_path / "c", into={}, random=False)
+        assert not torch.equal(sw.rand(5), expected)
+
+
+# ---- on processes
+
+
+def save_here(path, seed, shape):
+    rng = random.Random(seed)
+    mesh = mesh_of(shape)
+    checkpoint.save({"x": state_on(mesh, drawn(rng, 12), rng), "n": seed}, path)
+
+
+def load_here(path, seed, shape):
+    rng = random.Random(seed)
+    tensors = drawn(rng, 12)
+    mesh = mesh_of(shape)
+    into = {"x": state_on(mesh, tensors, random.Random(seed + 1), values=False), "n": -1}
+    loading = Loading(path)
+    loading.run(into, random=True)
+    coord = coord_of(mesh)
+    for i, (shape_i, dtype) in enumerate(tensors):
+        x = into["x"][f"t{i}"]
+        expected = dense_tensor(shape_i, dtype, i)
+        for d, held in enumerate(owned(x.sharding, coord)):
+            expected = expected.index_select(d, torch.tensor(list(held), dtype=torch.long))
+        assert same_bits(x.to_local(), expected)
+    blocks = sum(math.prod(block_shape(x.sharding, coord)) * x.dtype.itemsize for x in into["x"].values())
+    assert loading.reader.data_bytes == blocks
+    return into["n"], is_simulated()
+
+
+def error_of(fn, *args):
+    try:
+        fn(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def save_different_keys(path):
+    rank = torch.distributed.get_rank()
+    x = sw.distribute_tensor(torch.ones(4), mesh_of((4,)), [sw.Shard(0)])
+    state = {"x": x, "y" if rank != 2 else "z": torch.ones(2)}
+    return error_of(checkpoint.save, state, path), error_of(checkpoint.save, {"x": x, "rank": rank}, path)
+
+
+def save_on_a_full_disk(path):
+    """Rank 2 cannot write; the checkpoint from before stays."""
+    x = sw.distribute_tensor(torch.arange(4.0), mesh_of((4,)), [sw.Shard(0)])
+    checkpoint.save({"x": x}, path)
+    write = os.write
+
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    if torch.distributed.get_rank() == 2:
+        os.write = full
+    try:
+        first = error_of(checkpoint.save, {"x": x + 1}, path)
+    finally:
+        os.write = write
+    into = {"x": torch.zeros_like(x)}
+    checkpoint.load(path, into=into)
+    assert torch.equal(into["x"].to_local(), x.to_local())
+    checkpoint.save({"x": x + 2}, path)
+    checkpoint.load(path, into=into)
+    assert torch.equal(into["x"].to_local(), x.to_local() + 2)
+    return first
+
+
+@pytest.mark.processes
+def test_on_processes(workers, tmp_path):
+    for seed, (source, target) in enumerate([((4,), (2, 2)), ((2, 2), (4,)), ((1, 4), (2, 2))]):
+        workers.run(save_here, tmp_path / str(seed), seed, source)
+        assert workers.run(load_here, tmp_path / str(seed), seed, target) == [(seed, False)] * 4
+    with sw.simulate(6):
+        save_here(tmp_path / "six", 9, (2, 3))
+    workers.run(load_here, tmp_path / "six", 9, (2, 2))
+
+
+@pytest.mark.processes
+def test_errors_are_the_same_on_all_ranks(workers, tmp_path):
+    found = workers.run(save_different_keys, tmp_path / "c")
+    assert len(set(found)) == 1
+    (kind, text), (_, values) = found[0]
+    assert kind == "CheckpointStateError"
+    assert "y: torch.float32 [2] on rank 0, not on rank 2" in text
+    assert "different values on rank 0 and rank 1" in values
+    found = workers.run(save_on_a_full_disk, tmp_path / "c")
+    assert len(set(found)) == 1
+    assert found[0][0] == "CheckpointWriteError"
+    assert "[rank 2]" in found[0][1]
+    assert "No space left" in found[0][1]

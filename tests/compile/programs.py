@@ -1,0 +1,225 @@
+"""Drawn training programs: a model, a plan, a mesh, an optimizer and what else a step does; run eagerly and captured."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm import counting
+from shardwise.compile import Program, whole_step
+from shardwise.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    fully_shard,
+    parallelize_module,
+    replicate,
+)
+from shardwise.plan.settings import override_settings
+
+WIDTH, VOCABULARY, SEQUENCE = 16, 24, 8
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = nn.RMSNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers, dropout, tied):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _tensor_plan(tied):
+    """Tensor parallelism of all layers; hidden states stay DTensors."""
+    out, rows = {"use_local_output": False}, sw.Replicate()
+    layers = {"blocks.*.attention.o": RowwiseParallel(**out), "blocks.*.down": RowwiseParallel(**out)}
+    for name in ("attention.q", "attention.k", "attention.v", "up"):
+        layers[f"blocks.*.{name}"] = ColwiseParallel(**out)
+    if not tied:
+        layers["embedding"] = RowwiseParallel(input_layouts=rows, output_layouts=rows, **out)
+        layers["head"] = ColwiseParallel(**out)
+    return layers
+
+
+def _sequence_plan():
+    """Sequence parallelism: hidden states are split along the sequence between the layers."""
+    rows, split = sw.Replicate(), sw.Shard(1)
+    out = {"use_local_output": False}
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=rows, output_layouts=split, **out),
+        "blocks.*.norm1": SequenceParallel(),
+        "blocks.*.norm2": SequenceParallel(),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=split, **out),
+    }
+    for name in ("attention.q", "attention.k", "attention.v", "up"):
+        plan[f"blocks.*.{name}"] = ColwiseParallel(input_layouts=split, **out)
+    for name in ("attention.o", "down"):
+        plan[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=split, **out)
+    return plan
+
+
+KINDS = ("tp", "sp", "fsdp", "ddp", "fsdp+tp", "hsdp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training program."""
+
+    kind: str
+    layers: int = 1
+    dropout: float = 0.1
+    tied: bool = False
+    optimizer: str = "AdamW"
+    clip_norm: float | None = None
+    accumulate: int = 1
+    scheduled: bool = True
+
+
+def draw_case(seed):
+    """A case that a seed determines; seeds in a row have all kinds."""
+    rng = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    return Case(
+        kind,
+        layers=rng.choice([1, 1, 2]),
+        dropout=rng.choice([0.0, 0.2]),
+        tied=kind != "sp" and rng.random() < 0.3,
+        optimizer=rng.choice(["AdamW", "Adam", "SGD", "momentum", "foreach", "RMSprop", "NAdam"]),
+        clip_norm=rng.choice([None, 0.3]),
+        accumulate=rng.choice([1, 1, 2]),
+        scheduled=rng.random() < 0.5,
+    )
+
+
+def _build(case):
+    size = dist.get_world_size()
+    two = case.kind in ("fsdp+tp", "hsdp")
+    mesh = sw.init_device_mesh(
+        "cpu", (2, size // 2) if two else (size,), mesh_dim_names=("dp", "tp")[: 1 + two]
+    )
+    torch.manual_seed(0)
+    model = Model(case.layers, case.dropout, case.tied)
+    if case.kind in ("tp", "fsdp+tp"):
+        tp = mesh["tp"] if two else mesh
+        sw.distribute_module(parallelize_module(model, tp, _tensor_plan(case.tied)), tp)
+    if case.kind == "sp":
+        parallelize_module(model, mesh, _sequence_plan())
+    if case.kind in ("fsdp", "hsdp", "fsdp+tp"):
+        data = mesh["dp"] if case.kind == "fsdp+tp" else mesh
+        for block in model.blocks:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+    if case.kind == "ddp":
+        replicate(model, device_mesh=mesh)
+    return model
+
+
+def _optimizer(name, params):
+    make = {
+        "SGD": partial(torch.optim.SGD, lr=0.1),
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    }
+    return make[name](params) if name in make else getattr(torch.optim, name)(params, lr=1e-2)
+
+
+def loss_of(model, x, y):
+    """The loss of a batch of tokens; plain ones are the same on all ranks of a tensor-parallel group."""
+    with sw.policy(plain="replicate"):
+        return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def _train(case, captured, steps):
+    sw.manual_seed(1)
+    model = _build(case)
+    optimizer = _optimizer(case.optimizer, model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    step = whole_step(model, optimizer, loss_of, accumulate=case.accumulate, clip_norm=case.clip_norm)
+    if not captured:
+        step._find = lambda *_: None
+    split = case.kind in ("fsdp", "ddp", "hsdp")
+    torch.manual_seed(5 + (dist.get_rank() if split else 0))
+    losses, sent, reasons = [], [], []
+    for _ in range(steps * case.accumulate):
+        x, y = torch.randint(0, VOCABULARY, (2, 2, SEQUENCE)).unbind(0)
+        with counting() as ledger, override_settings(reuse=0):
+            loss = step(x, y)
+        losses.append(loss._local_tensor if isinstance(loss, sw.DTensor) else loss)
+        sent.append(_multiset(ledger.entries))
+        reasons.append(step.reason)
+        if case.scheduled:
+            scheduler.step()
+    numbers = [
+        float(v)
+        for s in optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, torch.Tensor) and v.dim() == 0
+    ]
+    weights = [p._local_tensor if isinstance(p, sw.DTensor) else p.detach() for p in model.parameters()]
+    programs = [p for p in step.programs.values() if isinstance(p, Program)]
+    return losses, weights, numbers, sent, reasons, programs
+
+
+def _multiset(entries):
+    return Counter((e.step, e.axes, e.group_size, e.bytes) for e in entries)
+
+
+def compare(cases, steps=3):
+    """For each case the differences between eager and captured training on this rank, as text; none if there are none."""
+    found = []
+    for case in cases:
+        eager, captured = (_train(case, c, steps) for c in (False, True))
+        wrong = []
+        for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
+            if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
+                wrong.append(f"{name} differ")
+        if eager[2] != captured[2]:
+            wrong.append("the optimizer's numbers differ")
+        if eager[3] != captured[3]:
+            wrong.append("what is sent differs")
+        late = captured[4][case.accumulate + 1 :]
+        if any(late) or not captured[5]:
+            wrong.append(f"not captured: {late}")
+        last = captured[5][-1]
+        listed = Counter((c.kind, c.axes, c.group_size, c.bytes) for c in last.collectives)
+        if listed != captured[3][-1]:
+            wrong.append("the listed collectives are not those that ran")
+        found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
+    return found
