@@ -66,6 +66,7 @@ bench: $(DEV)  ## bytes, collectives, planning time and overhead next to torch's
 	$(BIN)/python -m benchmarks.train
 	$(BIN)/python -m benchmarks.fsdp
 	$(BIN)/python -m benchmarks.random
+	$(BIN)/python -m benchmarks.checkpoint
 
 sweep: $(DEV)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)

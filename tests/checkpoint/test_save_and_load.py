@@ -17,13 +17,14 @@ from hypothesis import given
 from tests import strategies
 from tests.values import dense_tensor, random_layout, same_bits, tensor
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint.grid import grid_of
 from shardwise.checkpoint.loading import Loading
 from shardwise.checkpoint.save_plan import Stored, plan_save
-from shardwise.comm import axes_of, coord_of, is_simulated, members_of
+from shardwise.comm import axes_of, coord_of, counting, is_simulated, members_of
 from shardwise.layout import Axes, Layout, Shard, block_shape, owned
 from shardwise.parallel import fully_shard, parallelize_module, replicate
 
@@ -385,6 +386,51 @@ def load_here(path, seed, shape):
     blocks = sum(math.prod(block_shape(x.sharding, coord)) * x.dtype.itemsize for x in into["x"].values())
     assert loading.reader.data_bytes == blocks
     return into["n"], is_simulated()
+
+
+def count_collectives(path):
+    """The collectives of saving and loading in other layouts, by torch's own mode of counting and by ours."""
+    rng = random.Random(3)
+    tensors, seen = drawn(rng, 8), []
+    state = {"x": state_on(mesh_of((2, 2)), tensors, rng)}
+    into = {"x": state_on(mesh_of((4,)), tensors, rng, values=False)}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.extend([str(func)] if "c10d" in str(func) else [])
+            return func(*args, **(kwargs or {}))
+
+    with Count(), counting() as ledger:
+        checkpoint.save(state, path)
+        checkpoint.load(path, into=into)
+        checkpoint.async_save(state, path).wait()
+        during = len(seen), ledger.collectives
+        torch.distributed.all_reduce(torch.ones(1))  # the mode sees collectives
+    return during, len(seen)
+
+
+@pytest.mark.processes
+def test_nothing_is_communicated(workers, tmp_path):
+    assert workers.run(count_collectives, tmp_path / "c") == [((0, 0), 1)] * 4
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(checkpoint.CheckpointWriteError, match="Permission denied"):
+            checkpoint.save({"x": torch.ones(2)}, tmp_path / "c")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_file_system_that_refuses_to_write_is_named(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(checkpoint.CheckpointWriteError, match="Permission denied"):
+        checkpoint.save({"x": torch.ones(2)}, tmp_path / "c")
 
 
 def error_of(fn, *args):

@@ -13,6 +13,7 @@ from shardwise.checkpoint.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
 )
+from shardwise.checkpoint.export import export
 from shardwise.checkpoint.manager import CheckpointManager
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "async_save",
+    "export",
     "latest",
     "load",
     "save",
