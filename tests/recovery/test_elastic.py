@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
-import time
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.recovery.training import MOMENTS, Death, train, uninterrupted
+from tests.recovery.kills import check, drawn_deaths, forked
+from tests.recovery.training import Death, train, uninterrupted
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -24,7 +23,7 @@ from shardwise.recovery.snapshot import Snapshot, describe
 
 pytestmark = pytest.mark.processes
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
-LATEST = 30.0  # on a machine that does other things; `make elastic` asks for 3 seconds
+LATEST = 30.0  # on a machine that does other things; `make chaos` asks for 3 seconds
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +31,11 @@ def expected():
     return uninterrupted()
 
 
-def drawn_deaths(rng: random.Random, count: int) -> list[Death]:
-    """Members that die one after the other."""
-    members = rng.sample(range(4), count)
-    return [
-        Death(m, rng.choice(MOMENTS[:5] if i == 0 else MOMENTS), rng.randrange(1, 6) if i == 0 else 1 + 2 * i)
-        for i, m in enumerate(members)
-    ]
-
-
-def check(found, deaths, work, expected) -> float:
-    """All that is left ended with the right losses; the longest time from a death to the end of the next step."""
-    assert all(found[d.member] is None for d in deaths if (work / f"killed-{d.member}").exists())
-    left = [f for f in found if f is not None]
-    assert left
-    for each in left:
-        assert each["wrong"] == []
-        for step, (loss, mask) in each["losses"].items():
-            assert mask == expected[step][1]
-            assert abs(loss - expected[step][0]) <= 1e-6 * abs(expected[step][0])
-        assert max(each["losses"]) == len(expected) - 1
-    last = max((float(p.read_text()) for p in work.glob("killed-*")), default=None)
-    return 0.0 if last is None or left[0]["generation"] == 0 else max(f["done"] for f in left) - last
-
-
 CASES = [
     ([Death(3, "update", 3)], 1),
     ([Death(0, "commit", 4)], 1),
     ([Death(0, "copy", 5), Death(2, "update", 6)], 2),
-    *((("drawn", seed), 2) for seed in range(24 if DEEP else 1)),
+    *((("drawn", seed), 2) for seed in range(40 if DEEP else 6)),
 ]
 
 
@@ -69,7 +44,7 @@ def test_the_ranks_that_are_left_go_on(tmp_path, expected, deaths, copies):
     if deaths[0] == "drawn":
         rng = random.Random(f"{deaths[1]} {os.environ.get('SHARDWISE_ELASTIC_SEED', '')}")
         deaths = drawn_deaths(rng, rng.randrange(1, 4))
-    found = sw.elastic(train, 4, tmp_path, deaths, copies=copies)
+    found = sw.elastic(forked(train), 4, tmp_path, deaths, copies=copies)
     assert (tmp_path / f"killed-{deaths[0].member}").exists()
     assert check(found, deaths, tmp_path, expected) < LATEST
 
@@ -99,7 +74,7 @@ def lose_state(run: ElasticRun, path: Path):
 
 
 def test_state_that_is_lost_is_named_and_a_checkpoint_can_be_loaded(tmp_path):
-    first, second, third = sw.elastic(lose_state, 3, tmp_path)
+    first, second, third = sw.elastic(forked(lose_state), 3, tmp_path)
     assert second is None
     assert first == third
     (names, text), values, lost = first
@@ -138,7 +113,7 @@ def too_few(run: ElasticRun):
 )
 def test_errors_of_the_program_end_the_run(function, text):
     with pytest.raises(sw.LaunchError, match=text):
-        sw.elastic(function, 2, min_ranks=2)
+        sw.elastic(forked(function), 2, min_ranks=2)
 
 
 @pytest.mark.parametrize("arguments", [{"min_ranks": 0}, {"min_ranks": 3}, {"timeout": 0}, {"copies": 3}])
@@ -149,70 +124,68 @@ def test_arguments_are_checked(arguments):
         sw.elastic(too_few, 2)
 
 
-PROGRAM = """
-    import os, signal, sys, time, torch
-    import torch.distributed as dist
-    import shardwise as sw
-
-    def train(run):
-        mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-        state = {"x": sw.distribute_tensor(torch.zeros(2, 3), mesh, [sw.Replicate()]), "step": 0}
-        run.restore(state)
-        while state["step"] < 5:
-            state["x"] += 1
-            state["x"].sum().item()
-            state["step"] += 1
-            if state["step"] == 3 and run.members[dist.get_rank()] in map(int, sys.argv[1]):
-                if run.generation == 0:
-                    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-            run.commit(state)
-        return run.members, state["x"].full_tensor().sum().item()
-
-    dist.init_process_group("gloo")
-    with sw.guard(timeout=2.0):
-        print(sw.elastic(train, int(os.environ["WORLD_SIZE"])), flush=True)
-"""
+def count_to_five(run: ElasticRun, victim: int, name: str):
+    mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    state = {"x": sw.distribute_tensor(torch.zeros(2, 3), mesh, [sw.Replicate()]), "step": 0}
+    run.restore(state)
+    while state["step"] < 5:
+        state["x"] += 1
+        state["x"].sum().item()
+        state["step"] += 1
+        if (state["step"], run.generation, run.members[dist.get_rank()]) == (3, 0, victim):
+            os.kill(os.getpid(), getattr(signal, name))
+        run.commit(state)
+    return run.members, state["x"].full_tensor().sum().item()
 
 
-def start_ranks(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Processes as a launcher starts them that does not end all of them when one dies: rank 0 serves the store."""
-    port = str(random.randrange(20000, 60000))
-    common = {
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
+def rank_of_a_launcher(rank: int, count: int, port: int, work: Path, *args: object) -> None:
+    """A rank as a launcher starts it: rank 0 serves the store."""
+    torch.set_num_threads(1)
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(common, RANK=str(rank))
+    try:
+        dist.init_process_group("gloo")
+        with sw.guard(timeout=2.0):
+            (work / f"out-{rank}").write_text(str(sw.elastic(count_to_five, count, *args)))
+        os._exit(0)
+    except BaseException as error:
+        (work / f"out-{rank}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def start_ranks(count: int, work: Path, *args: object) -> list[multiprocessing.Process]:
+    """Processes of a launcher that does not end all of them when one dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=rank_of_a_launcher, args=(r, count, port, work, *args)) for r in range(count)
     ]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
-def test_processes_of_another_launcher_survive_rank_0_and_its_store():
-    ranks = start_ranks(3, "0", "SIGKILL")
-    out = [p.communicate(timeout=120) for p in ranks]
-    assert [p.returncode for p in ranks] == [-signal.SIGKILL, 0, 0], out
-    for text, _ in out[1:]:
-        assert text.strip() == "[None, ((1, 2), 30.0), ((1, 2), 30.0)]"
+def test_processes_of_another_launcher_survive_rank_0_and_its_store(tmp_path):
+    ranks = start_ranks(3, tmp_path, 0, "SIGKILL")
+    for process in ranks:
+        process.join(120)
+    assert [p.exitcode for p in ranks] == [-signal.SIGKILL, 0, 0]
+    for rank in (1, 2):
+        assert (tmp_path / f"out-{rank}").read_text() == "[None, ((1, 2), 30.0), ((1, 2), 30.0)]"
 
 
-def test_a_rank_that_was_stopped_is_left_behind_and_says_so():
-    ranks = start_ranks(3, "2", "SIGSTOP")
-    out = [p.communicate(timeout=120) for p in ranks[:2]]
-    assert [p.returncode for p in ranks[:2]] == [0, 0], out
-    assert out[0][0].strip() == "[((0, 1), 30.0), ((0, 1), 30.0), None]"
-    time.sleep(0.1)
-    ranks[2].send_signal(signal.SIGCONT)
-    _, error = ranks[2].communicate(timeout=120)
-    assert ranks[2].returncode == 1
-    assert "Error" in error
+def test_a_rank_that_was_stopped_is_left_behind_and_says_so(tmp_path):
+    ranks = start_ranks(3, tmp_path, 2, "SIGSTOP")
+    for process in ranks[:2]:
+        process.join(120)
+    assert [p.exitcode for p in ranks[:2]] == [0, 0]
+    assert (tmp_path / "out-0").read_text() == "[((0, 1), 30.0), ((0, 1), 30.0), None]"
+    os.kill(ranks[2].pid, signal.SIGCONT)
+    ranks[2].join(120)
+    assert ranks[2].exitcode == 1
+    assert "LeftBehindError" in (tmp_path / "out-2").read_text()
 
 
 def snapshots(shape, placements, copies):

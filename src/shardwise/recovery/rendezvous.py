@@ -104,12 +104,13 @@ class Rendezvous:
         reports = {m: self._read(f"{generation}-{m}") for m in members}
         return Meeting(tuple(members), reports)
 
-    def _may_come(self, member: int) -> bool:
-        """Whether a member may still be there: it has not left, and its process runs as far as can be seen from here."""
+    def _may_come(self, member: int, even_stopped: bool = False) -> bool:
+        """Whether a member may still come: it has not left, and its process runs as far as can be seen from here."""
         if self._exists(f"left-{member}"):
             return False
         host, pid, started = self._processes[member]
-        return host != socket.gethostname() or process_state(pid, started) == "runs"
+        states = ("runs", "stopped") if even_stopped else ("runs",)
+        return host != socket.gethostname() or process_state(pid, started) in states
 
     def world_file(self, generation: int) -> str:
         """Where the store of a world is."""
@@ -127,7 +128,8 @@ class Rendezvous:
         """Leave the run, so that nobody waits for this member; the last one removes the folder."""
         with contextlib.suppress(OSError):
             self._write(f"left-{self.member}", True)
-            if not any(self._may_come(m) for m in self._processes):
+            # a process that is stopped may go on later, and is told that it was left behind
+            if not any(self._may_come(m, even_stopped=True) for m in self._processes):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exists(self, name: str) -> bool:
