@@ -177,5 +177,5 @@ def train(run: ElasticRun, work: Path, deaths: list[Death]) -> dict[str, Any]:
             torch.save(full, aside := work / f".{member}-{random.random()}")
             os.rename(aside, work / f"full-{state['step']}.pt")
         run.commit(state)
-    out["members"], out["generation"], out["moved"] = run.members, run.generation, run._moved_bytes
+    out["members"], out["generation"], out["moved"] = run.members, run.generation, run.received_bytes
     return out

@@ -29,6 +29,7 @@ class ElasticRun:
         generation: how many times the run has lost ranks.
         members: the processes that are left, by their ranks in the first world, in the order of their ranks now.
         lost: the processes that the run lost last, by their ranks in the first world.
+        received_bytes: what this process received in the last `restore`.
     """
 
     def __init__(self, members: tuple[int, ...], me: int, copies: int = 1) -> None:
@@ -39,7 +40,7 @@ class ElasticRun:
         self._arrived: Snapshot | None = (
             None  # of a commit that this process reached and did not see completed
         )
-        self._moved_bytes = 0
+        self.received_bytes = 0
 
     def commit(self, state: Any) -> None:
         """Keep a state: if a rank is lost later, the others go on from here.
@@ -117,7 +118,7 @@ class ElasticRun:
         for setter in plan.setters:
             setter()
         set_random_position(kept.content["random"])
-        self._moved_bytes = reader.received_bytes
+        self.received_bytes = reader.received_bytes
         self.commit(state)
         return True
 
