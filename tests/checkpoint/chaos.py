@@ -282,6 +282,8 @@ def worker() -> None:
     death = arrange_death(moment if restart < most and int(os.environ["RANK"]) == victim else None)
     # launch, because torchrun keeps its store: init_process_group would find the addresses of ranks that are gone
     sw.launch(train, size, work / "checkpoints", shape, plan, work / "log", death)
+    sys.stdout.flush()
+    os._exit(0)  # on a loaded machine gloo's threads may abort the process while Python unloads torch
 
 
 def under_torchrun(restarts: int, ranks: int, seed: int) -> int:

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.checkpoint.test_save_and_load import Net, drawn, mesh_of, state_on
+from tests.checkpoint.test_save_and_load import drawn, mesh_of, state_on
+from tests.checkpoint.test_training_state import Net
 from tests.values import dense_tensor, same_bits
 from torch import nn
 

@@ -11,7 +11,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.checkpoint.test_save_and_load import MESHES, Net, drawn, mesh_of, state_on, whole  # noqa: F401
+from tests.checkpoint.test_save_and_load import drawn, mesh_of, state_on, whole
+from tests.checkpoint.test_training_state import Net
 from tests.values import dense_tensor, random_layout, same_bits, tensor
 from torch import nn
 
