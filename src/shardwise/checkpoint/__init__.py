@@ -15,6 +15,7 @@ from shardwise.checkpoint.errors import (
 )
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.staging import release_memory
 
 __all__ = [
     "CheckpointError",
@@ -31,6 +32,7 @@ __all__ = [
     "export",
     "latest",
     "load",
+    "release_memory",
     "save",
 ]
 
