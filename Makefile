@@ -69,6 +69,7 @@ bench: $(DEV)  ## bytes, collectives, planning time and overhead next to torch's
 	$(BIN)/python -m benchmarks.train
 	$(BIN)/python -m benchmarks.fsdp
 	$(BIN)/python -m benchmarks.random
+	$(BIN)/python -m benchmarks.checkpoint
 
 sweep: $(DEV)  ## every op of torch's op_db, all samples and dtypes, against dense (hours; SWEEP="--samples 3" for fewer)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)
@@ -83,8 +84,9 @@ models: $(DEV)  ## every model of transformers that carries a plan, tiny, agains
 refusals: $(DEV)  ## programs that torch refuses or gets wrong, with torch's and with ours (REFUSALS="7 8 15")
 	$(BIN)/python -m benchmarks.refusals $(REFUSALS)
 
-chaos: $(DEV)  ## kill training runs 300 times at drawn moments, by hand and under torchrun, resume them on other meshes, compare (CHAOS="--seed 7 --kills 900")
+chaos: $(DEV)  ## kill training runs 300 times at drawn moments, by hand and under torchrun, resume them on other meshes or from memory, compare (CHAOS="--seed 7 --kills 900")
 	$(BIN)/python -m tests.checkpoint.chaos --kills 300 --torchrun 3 $(CHAOS)
+	$(BIN)/python -m tests.recovery.kills --runs 100
 
 fuzz: $(DEV)  ## load 100,000 fuzzed checkpoints
 	SHARDWISE_FUZZ=100000 $(BIN)/python -m pytest tests/checkpoint/test_damage.py -k fuzzed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples import anywhere, convnet, hsdp, muon
+from examples import anywhere, convnet, hsdp, muon, resume
 from examples.train import Run, report, train
 from examples.training_report import plot, size
 
@@ -106,3 +106,24 @@ def test_muon_and_hybrid_sharding_equal_one_device(capsys, monkeypatch):
     assert "2/4 of what gathering them everywhere would send" in _printed(capsys)
     hsdp.main(steps=2)
     assert "gradient [32, 32] P(pod,avg) P(dp,avg) -> [32:dp, 32]" in _printed(capsys)
+
+
+class Forked:
+    """A function of shardwise that starts processes, as forks: new interpreters would import torch for seconds."""
+
+    def __init__(self, start: Any) -> None:
+        self.start = start
+
+    def __call__(self, fn: Any, ranks: int, *args: Any) -> list[Any]:
+        return self.start(lambda *given: fn(*given), ranks, *args)
+
+
+@pytest.mark.processes
+def test_training_that_is_killed_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr(sw, "launch", Forked(sw.launch))
+    monkeypatch.setattr(sw, "elastic", Forked(sw.elastic), raising=False)
+    resume.main(steps=5, killed_at=3)
+    text = _printed(capsys)
+    assert "was killed by SIGKILL" in text
+    assert "checkpoint, 3 ranks     from step 2" in text
+    assert "memory, 3 ranks left    from step 3" in text

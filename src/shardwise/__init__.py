@@ -118,6 +118,8 @@ _SUBMODULES = frozenset(
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "elastic":
+        return _import_module("shardwise.recovery").elastic
     if name in _SUBMODULES:
         return _import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

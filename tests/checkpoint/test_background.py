@@ -118,6 +118,13 @@ def test_a_hundred_saves_leave_no_memory_behind(tmp_path):
                     before = resident()
         gc.collect()
         assert resident() - before < 8 << 20
+        for _ in range(2):
+            checkpoint.async_save(
+                {"x": torch.ones(1 << 23)}, path / "large"
+            ).wait()  # 32 MB, kept for the next one
+        kept = resident()
+        checkpoint.release_memory()
+        assert kept - resident() > 30 << 20
         assert len(os.listdir("/proc/self/fd")) < 200
     finally:
         for file in sorted(path.rglob("*"), reverse=True):

@@ -11,7 +11,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.checkpoint.test_save_and_load import MESHES, Net, drawn, mesh_of, state_on, whole  # noqa: F401
+from tests.checkpoint.test_save_and_load import drawn, mesh_of, state_on, whole
+from tests.checkpoint.test_training_state import Net
 from tests.values import dense_tensor, random_layout, same_bits, tensor
 from torch import nn
 
@@ -126,6 +127,54 @@ def check(found, tensors):
 @pytest.mark.processes
 def test_on_processes(workers, tmp_path):
     workers.run(on_ranks, tmp_path)
+
+
+SIZES = [(5, 3), (7,), (3, 5), (2, 2), (0, 4), (13, 6)]
+
+
+def save_by_torch(path):
+    """torch's own DTensors, uneven and with empty blocks, saved by torch."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placements = [
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(0)),
+        (Shard(0), Shard(1)),
+        (Shard(0), Shard(0)),
+    ]
+    state = {}
+    for i, size in enumerate(SIZES):
+        for j, (a, b) in enumerate(placements):
+            if len(size) > 1 or b != Shard(1):
+                full = torch.arange(float(torch.Size(size).numel())).view(size) + i
+                state[f"x{i}.{j}"] = distribute_tensor(full, mesh, [a, b])
+    dcp.save({"model": state, "step": 7}, checkpoint_id=path)
+    return sorted(state)
+
+
+def load_ours(path, names):
+    mesh = mesh_of((4,))
+    into = {}
+    for name in names:
+        i = int(name[1 : name.index(".")])
+        dim = i % len(SIZES[i])
+        into[name] = sw.distribute_tensor(torch.full(SIZES[i], -1.0), mesh, [sw.Shard(dim)])
+    state = {"model": into, "step": 0}
+    checkpoint.load(path, into=state)
+    for name, x in into.items():
+        i = int(name[1 : name.index(".")])
+        full = torch.arange(float(torch.Size(SIZES[i]).numel())).view(SIZES[i]) + i
+        assert torch.equal(x.full_tensor(), full), name
+    return state["step"]
+
+
+@pytest.mark.processes
+def test_uneven_tensors_of_torch_load(workers, tmp_path):
+    names = workers.run(save_by_torch, tmp_path / "c")[0]
+    assert len(names) > 20
+    assert workers.run(load_ours, tmp_path / "c", names) == [7] * 4
 
 
 # ---- pickles

@@ -13,7 +13,9 @@ from shardwise.checkpoint.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
 )
+from shardwise.checkpoint.export import export
 from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.staging import release_memory
 
 __all__ = [
     "CheckpointError",
@@ -27,8 +29,10 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "async_save",
+    "export",
     "latest",
     "load",
+    "release_memory",
     "save",
 ]
 

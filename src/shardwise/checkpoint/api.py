@@ -49,7 +49,8 @@ def async_save(state: Any, path: str | Path, *, timeout: float = TIMEOUT) -> Sav
         CheckpointWriteError: the save before this one failed. The next call of `save`, `async_save` or `load` raises it, on all
             ranks; a program that ends without such a call ends with exit code 1.
 
-    One save runs at a time: the call waits for the one before. The copy is as large as what this rank writes, and is freed after.
+    One save runs at a time: the call waits for the one before. The copy is as large as what this rank writes; its memory is kept for
+    the next save, until `release_memory()`.
     """
     finish_pending()
     saving = Saving(state, Path(path), timeout)

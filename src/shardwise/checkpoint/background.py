@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-__all__ = ["SaveHandle", "finish_pending", "start"]
+__all__ = ["SaveHandle", "abandon_pending", "finish_pending", "start"]
 
 
 class SaveHandle:
@@ -62,6 +62,13 @@ def finish_pending() -> None:
     """Wait for the save that runs in the background, and raise what it raised."""
     if (handle := _pending[0]) is not None:
         handle.wait()
+
+
+def abandon_pending() -> None:
+    """Forget the save that runs in the background, whatever becomes of it: ranks that it needs are gone."""
+    if (handle := _pending[0]) is not None:
+        handle._thread.join()
+        _pending[0] = None
 
 
 def _fail_at_exit() -> None:

@@ -11,20 +11,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from shardwise.checkpoint.errors import ERRORS, CheckpointError
 from shardwise.checkpoint.save_plan import this_rank, world_size
-from shardwise.torch_internals.process_groups import default_store
+from shardwise.torch_internals.connections import world_store
 
-__all__ = ["Report", "agree", "failure", "next_number"]
+__all__ = ["Report", "agree", "failure", "next_number", "restart_numbers"]
 
 Report = dict[str, Any]
-_numbers = itertools.count()
+_numbers = [itertools.count()]
 _KEPT_VERDICTS = 16
 
 
 def next_number() -> int:
     """The number of an exchange, which is the same on all ranks because they save and load in the same order."""
-    return next(_numbers)
+    return next(_numbers[0])
+
+
+def restart_numbers() -> None:
+    """Begin to count anew, in a new world with a new store, whose ranks may have counted differently before."""
+    _numbers[0] = itertools.count()
 
 
 def agree(
@@ -45,7 +52,7 @@ def agree(
     """
     if alone:
         return _raise_error(_decide([report], decide))
-    store, prefix = default_store(), f"shardwise/checkpoint/{number}"
+    store, prefix = world_store(), f"shardwise/checkpoint/{number}"
     if this_rank() != 0:
         store.set(f"{prefix}/{this_rank()}", json.dumps(report))
         return _raise_error(json.loads(_wait(store, f"{prefix}/verdict", timeout, "rank 0")))
@@ -90,8 +97,14 @@ def _raise_error(verdict: Report) -> Report:
 
 def _wait(store: Any, key: str, timeout: float, who: str) -> bytes:
     """The value of a key, polled: a blocking wait would keep other threads from the store."""
-    end, pause = time.monotonic() + timeout, 0.0005
+    end, pause, world = time.monotonic() + timeout, 0.0005, dist.group.WORLD
     while not store.check([key]):
+        if dist.group.WORLD is not world:
+            raise CheckpointError(
+                f"The process group was destroyed before {who} answered.",
+                why="The ranks tell each other the outcome through its store.",
+                fix="Call wait() before destroy_process_group().",
+            )
         if time.monotonic() > end:
             raise CheckpointError(
                 f"{who} did not answer for {timeout:g} s.",

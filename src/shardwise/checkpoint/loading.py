@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.checkpoint.agreement import compare_ranks, digests
@@ -14,9 +15,9 @@ from shardwise.checkpoint.bits import bits_of, empty_bits, tensor_of
 from shardwise.checkpoint.checksum import MODULUS
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.exchange import Report, agree, failure, next_number
-from shardwise.checkpoint.metadata import METADATA, resolve_path
+from shardwise.checkpoint.metadata import METADATA, StoredTensor, resolve_path
 from shardwise.checkpoint.random_state import set_random_position
-from shardwise.checkpoint.read import Reader, parts_of
+from shardwise.checkpoint.read import Part, Reader, parts_of
 from shardwise.checkpoint.restore import plan_restore
 from shardwise.checkpoint.save_plan import (
     block_on,
@@ -32,7 +33,7 @@ from shardwise.comm import is_simulated
 from shardwise.layout import owned
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Loading"]
+__all__ = ["Loading", "open_checkpoint", "read_into", "wanted_parts"]
 
 
 def open_checkpoint(path: Path) -> Reader:
@@ -93,16 +94,23 @@ class Loading:
         return {}
 
 
-def read_into(reader: Reader, name: str, target: Tensor, rank: int) -> None:
+class PartReader(Protocol):
+    """What `read_into` reads from: the files of a checkpoint, or the memory of other ranks."""
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """A tensor by one of its names."""
+
+    def read_part(self, name: str, part: Part, out: NDArray[Any], counts: bool) -> None:
+        """Read a part of a cell into an array of its shape."""
+
+
+def read_into(reader: PartReader, name: str, target: Tensor, rank: int) -> None:
     """Fill the block of a rank."""
     stored, coord = reader.stored(name), coord_on(target, rank)
     if stored is None or coord is None:
         return
     block = block_on(target, rank)
-    layout = stored_of(target).layout
-    split = isinstance(target, DTensor)
-    held: Sequence[Sequence[int]] = owned(layout, coord) if split else [range(n) for n in stored.shape]
-    counts = not split or _answers(target, coord, rank)
+    counts = not isinstance(target, DTensor) or _answers(target, coord, rank)
     direct = (
         block.dtype == stored.dtype
         and block.device.type == "cpu"
@@ -110,7 +118,7 @@ def read_into(reader: Reader, name: str, target: Tensor, rank: int) -> None:
         and not block.is_neg()
     )
     bits = bits_of(block) if direct else empty_bits(tuple(block.shape), stored.dtype.itemsize)
-    for part in parts_of(stored, held):
+    for part in wanted_parts(stored, target, rank):
         box: Any = tuple(slice(a, a + n) for a, n in zip(part.local, part.shape, strict=True))
         reader.read_part(name, part, bits[(*box, ...)], counts)
     with torch.no_grad():
@@ -118,6 +126,14 @@ def read_into(reader: Reader, name: str, target: Tensor, rank: int) -> None:
             block.copy_(tensor_of(bits, stored.dtype))
         torch.autograd.graph.increment_version(block)
         torch.autograd.graph.increment_version(target)
+
+
+def wanted_parts(stored: StoredTensor, target: Tensor, rank: int) -> list[Part]:
+    """The parts of stored cells that the block of a rank consists of; a plain tensor is its own block."""
+    if not isinstance(target, DTensor):
+        return parts_of(stored, [range(n) for n in stored.shape])
+    coord = coord_on(target, rank)
+    return [] if coord is None else parts_of(stored, owned(target.sharding, coord))
 
 
 def _answers(target: Tensor, coord: Sequence[int], rank: int) -> bool:

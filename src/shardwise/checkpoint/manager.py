@@ -12,6 +12,7 @@ from shardwise.checkpoint.background import finish_pending, start
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.metadata import checkpoint_number, complete_in
 from shardwise.checkpoint.saving import TIMEOUT, Saving
+from shardwise.checkpoint.staging import release_memory
 from shardwise.checkpoint.write import aside_path
 
 __all__ = ["CheckpointManager"]
@@ -112,3 +113,4 @@ class CheckpointManager:
     ) -> None:
         if error is None:
             self.wait()
+        release_memory()

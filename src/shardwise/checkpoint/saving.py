@@ -84,9 +84,11 @@ class Saving:
                 raise self.error
             with write_errors(self.path):
                 for rank in self.ranks:
-                    cells = self.staged[rank].cells if self.staged else bits_in(self.tensors, rank)
+                    staged = self.staged.pop(rank, None)
+                    cells = bits_in(self.tensors, rank) if staged is None else staged.cells
                     reports.append(write_rank(self.plan, rank, aside_path(self.path), cells))
-                    self.staged.pop(rank, None)
+                    if staged is not None:
+                        staged.give_back()
             report = {"reports": reports, **self._digests()}
         except CheckpointError as error:
             report = failure(error, None if self.alone else self.rank)

@@ -1,4 +1,4 @@
-"""Copies of the cells that a rank writes, in one piece of memory that is given back when they are written."""
+"""Copies of the cells that a rank writes, in one piece of memory that the next save uses again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.checkpoint.bits import bits_of
 from shardwise.checkpoint.save_plan import Item, SavePlan
 from shardwise.checkpoint.write import cell_of
 
-__all__ = ["Staged", "bits_in", "stage"]
+__all__ = ["Staged", "bits_in", "release_memory", "stage"]
 
 
 def bits_in(tensors: Mapping[str, Tensor], rank: int) -> Callable[[Item], NDArray[Any]]:
@@ -22,16 +22,35 @@ def bits_in(tensors: Mapping[str, Tensor], rank: int) -> Callable[[Item], NDArra
     return lambda item: bits_of(cell_of(tensors[item.name], item, rank))
 
 
+_spare: list[mmap.mmap] = []
+"""The memory of the last save, for the next one: to fill new pages takes ten times as long as to copy into old ones."""
+
+
+def release_memory() -> None:
+    """Give the memory that `async_save` keeps for the next save back to the system.
+
+    It keeps at most one copy of what this rank writes. `CheckpointManager` gives it back at the end of its `with` block.
+    """
+    _spare.clear()
+
+
 class Staged:
     """The copied cells of a rank."""
 
     def __init__(self, size: int) -> None:
-        # memory of the system, not of an allocator that would keep it
-        self._memory = mmap.mmap(-1, max(size, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        spare = _spare.pop() if _spare else None
+        if spare is None or not size <= len(spare) <= 2 * size:
+            # memory of the system, not of an allocator that would keep it; shared memory takes twice as long to fill
+            private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+            spare = mmap.mmap(-1, max(size, 1), flags=private)
+        self._memory = spare
         self._used = 0
         self._cells: dict[tuple[str, int], NDArray[Any]] = {}
+
+    def give_back(self) -> None:
+        """Keep the memory for the next save: the cells have been written."""
+        self._cells.clear()
+        _spare[:] = [self._memory]
 
     def keep(self, item: Item, bits: NDArray[Any]) -> None:
         """Copy a cell."""

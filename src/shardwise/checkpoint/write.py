@@ -22,7 +22,16 @@ from shardwise.checkpoint.metadata import METADATA, metadata_bytes, old_path, wr
 from shardwise.checkpoint.save_plan import Item, SavePlan, block_on, coord_on, positions
 from shardwise.parallel.safetensors_file import header_bytes
 
-__all__ = ["aside_path", "cell_of", "commit", "file_name", "write_errors", "write_file", "write_rank"]
+__all__ = [
+    "aside_path",
+    "cell_of",
+    "commit",
+    "file_name",
+    "sync_directory",
+    "write_errors",
+    "write_file",
+    "write_rank",
+]
 
 Cells = Callable[[Item], NDArray[Any]]
 

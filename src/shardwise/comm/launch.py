@@ -19,8 +19,9 @@ import torch.distributed as dist
 from shardwise.comm.worker_handle import Worker, encode_job, fork, spawn
 from shardwise.comm.worker_process import Done, Failed, Job, Stack, WorkerConfig, decode, encode
 from shardwise.faults import guard
+from shardwise.torch_internals.connections import init_from_environment
 
-__all__ = ["LaunchError", "Workers", "launch"]
+__all__ = ["LaunchError", "Workers", "launch", "launch_survivors"]
 
 T = TypeVar("T")
 _Answers = dict[int, Done | Failed | Stack]
@@ -28,6 +29,7 @@ _Answers = dict[int, Done | Failed | Stack]
 _START_SECONDS = 300.0  # for all ranks to import torch and join the group, on a loaded machine
 _DRAIN_SECONDS = 2.0  # for the other ranks to answer after one has raised
 _DRAIN_SECONDS_AFTER_DEATH = 0.3  # the same after one has died: they can only report the broken connection
+_LOST_KINDS = ("died", "LeftBehindError")  # of ranks that others can go on without
 _SHUTDOWN_SECONDS = 5.0  # for a worker to exit by itself
 
 
@@ -87,6 +89,26 @@ def launch(fn: Callable[..., T], nprocs: int, *args: object, timeout: float | No
     team = _Team(nprocs, job=(fn, args) if task is None else None)
     try:
         return team.run(task or b"", timeout)
+    finally:
+        team.stop()
+
+
+def launch_survivors(fn: Callable[..., tuple[Iterable[int], T]], nprocs: int, *args: object) -> dict[int, T]:
+    """Run `fn(*args)` on local processes like `launch`, of which some may die: return the results of the others by rank.
+
+    Args:
+        fn: returns the ranks that have finished together, and its result. Others are not waited for.
+        nprocs: the number of processes.
+        *args: the arguments of `fn`.
+
+    Raises:
+        LaunchError: `fn` raised on a rank, or all processes died.
+    """
+    _check(args[0] if args else fn, nprocs, None)
+    task, _ = encode_job((fn, args))
+    team = _Team(nprocs, job=(fn, args) if task is None else None)
+    try:
+        return team.run_survivors(task or b"")
     finally:
         team.stop()
 
@@ -164,6 +186,41 @@ class _Team:
 
     def is_usable(self) -> bool:
         return not self._broken and all(worker.exit_code() is None for worker in self._workers)
+
+    def run_survivors(self, task: bytes) -> dict[int, Any]:
+        """Run a task until the ranks that its results name have returned; the results by rank."""
+        self._collect(_START_SECONDS)
+        self._joined = self._broken = True  # whatever happens: the ranks are not used again
+        for worker in self._workers:
+            worker.send("run", task)
+        answers: _Answers = {}
+        awaited = {worker.rank for worker in self._workers}
+        while awaited - answers.keys():
+            waiting = [worker for worker in self._workers if worker.rank in awaited - answers.keys()]
+            wait([worker.conn for worker in waiting], timeout=0.2)
+            for worker in waiting:
+                if (answer := worker.answer()) is not None:
+                    answers[worker.rank] = answer
+                    if isinstance(answer, Done):
+                        awaited &= set(decode(answer.value)[0])
+                    elif isinstance(answer, Failed) and answer.kind not in _LOST_KINDS:
+                        self._drain(answers)
+                        awaited.clear()
+        failures = [answer for answer in answers.values() if isinstance(answer, Failed)]
+        raised = [failure for failure in failures if failure.kind not in _LOST_KINDS]
+        found = {rank: decode(a.value)[1] for rank, a in sorted(answers.items()) if isinstance(a, Done)}
+        if raised or not found:
+            raise _failure(raised or failures, answers, len(self._workers))
+        return found
+
+    def _drain(self, answers: _Answers) -> None:
+        """Collect what the other ranks say, shortly after one has raised."""
+        end = time.monotonic() + _DRAIN_SECONDS
+        while len(answers) < len(self._workers) and time.monotonic() < end:
+            for worker in self._workers:
+                if worker.rank not in answers and (answer := worker.answer()) is not None:
+                    answers[worker.rank] = answer
+            time.sleep(0.01)
 
     def run(self, task: bytes, timeout: float | None) -> list[Any]:
         """Run a task and return the results by rank. A failure that leaves the state of ranks unknown stops them."""
@@ -307,7 +364,7 @@ def _run_here(fn: Callable[..., T], nprocs: int, args: tuple[object, ...], timeo
         )
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
+        init_from_environment("gloo", None if timeout is None else timedelta(seconds=timeout))
     rank = dist.get_rank()
     try:
         try:

@@ -1,20 +1,52 @@
-"""The connections and the store of this process's world: breaking connections, so that no thread waits on them."""
+"""The connections and the store of this process's world: joining it, and breaking connections, so that no thread waits on them."""
 
 from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-__all__ = ["break_connections", "world_store"]
+__all__ = ["break_connections", "init_from_environment", "reset_collective_timeout", "world_store"]
 
 
 def world_store() -> Any:
-    """The store through which the ranks of the world found each other."""
-    return distributed_c10d._get_default_store()
+    """The store through which the ranks of the world found each other, without what they wrote before torchrun restarted them.
+
+    torchrun keeps the store when it restarts the ranks (torch 2.13), so that they would read the answers of their predecessors.
+    """
+    store = distributed_c10d._get_default_store()
+    return PrefixStore(f"attempt{attempt}", store) if (attempt := _restarts()) else store
+
+
+def init_from_environment(backend: str, timeout: timedelta | None = None) -> None:
+    """`init_process_group` by the variables that a launcher has set; after a restart by torchrun, too.
+
+    The addresses of ranks that are gone are still in torchrun's store then: gloo would connect to them, and fail or wait.
+    """
+    attempt = _restarts()
+    if not attempt:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = PrefixStore(f"attempt{attempt}", TCPStore(host, port, size, is_master=serves))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _restarts() -> int:
+    """How often torchrun has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def reset_collective_timeout() -> None:
+    """Give the collectives of the world torch's default timeout, where it was created with a shorter one to connect."""
+    distributed_c10d._set_pg_timeout(distributed_c10d.default_pg_timeout)
 
 
 def break_connections() -> int:

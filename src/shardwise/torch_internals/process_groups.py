@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d
 
 __all__ = [
     "create_group",
-    "default_store",
     "fake_world",
     "reduce_op_name",
     "resolve_group",
@@ -49,11 +48,6 @@ def create_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
-
-
-def default_store() -> Any:
-    """The key-value store through which the ranks of the world found each other."""
-    return distributed_c10d._get_default_store()
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
