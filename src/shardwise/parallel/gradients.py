@@ -20,6 +20,7 @@ from shardwise.torch_internals.autograd import (
     has_accumulation_hooks,
     restore_hooks,
 )
+from shardwise.torch_internals.graph_calls import call_while_tracing
 
 __all__ = ["watch_gradient", "watch_gradients"]
 
@@ -30,6 +31,7 @@ _MOST = 1 << 24
 """So many bytes per rank are reduced together at most, since a buffer holds all of them."""
 
 
+@call_while_tracing
 def watch_gradients(module: nn.Module) -> None:
     """Watch the gradients of all parameters of a module that require one and are not watched yet.
 

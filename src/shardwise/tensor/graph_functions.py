@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from shardwise.layout import Axes, Layout, MaskPartial, Partial, Replicate, Shard, Spec, StridedShard
+from shardwise.plan.settings import current_settings, pop_settings, push_settings, restore_settings
 from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
-from shardwise.torch_internals.graph_calls import call_in_graph
+from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_state
 from shardwise.torch_internals.graph_values import describe_constant, register_value
 
 __all__ = ["support_compile"]
@@ -19,8 +24,21 @@ def support_compile() -> None:
     register_value(Axes)
     register_value(Layout, lambda layout: f"{layout} on {layout.axes}")
     register_value(Spec, _spec_text)
-    for function in (from_local, to_local, redistribute, to_layout, replicated_index):
+    for function in (from_local, to_local, redistribute, to_layout, replicated_index, redistribute_many):
         call_in_graph(function)
+    for effect in (push_settings, pop_settings):
+        call_in_graph(effect, changes_state=True)
+    guard_state(ScopedState(settings_key, _save_settings))
+
+
+def settings_key() -> Any:
+    """What decisions of this thread depend on, beside the call that is decided."""
+    return current_settings().key
+
+
+def _save_settings() -> Callable[[], None]:
+    settings = current_settings()
+    return lambda: restore_settings(settings)
 
 
 def _spec_text(spec: Spec) -> str:

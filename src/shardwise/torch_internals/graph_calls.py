@@ -20,11 +20,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.torch_internals.graph_values import describe_constant
 from shardwise.torch_internals.module_fixer import ModuleFixer
 
-__all__ = ["call_in_graph", "run_in_graph"]
+__all__ = ["ScopedState", "call_in_graph", "call_while_tracing", "guard_state", "run_in_graph"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"  # loaded when it is first used, which takes a second
-_functions: dict[Any, Callable[[], None] | None] = {}
+
+
+class ScopedState(NamedTuple):
+    """State that calls in a graph set and reset, such as the policy inside a `with` block."""
+
+    read: Callable[[], Any]
+    """What decisions depend on: compiled code is used again where this is equal. A function at module level."""
+    save: Callable[[], Callable[[], None]]
+    """Returns a function that restores the state as it is now."""
+
+
+_in_graph: list[Any] = []
+_while_tracing: list[Any] = []
+_effects: set[Any] = set()
+_states: list[ScopedState] = []
+
 
 class _Slot:
     """The place of a tensor among the arguments of a call."""
@@ -50,12 +65,13 @@ class _Call(NamedTuple):
 _calls: dict[str, _Call] = {}
 
 
-def call_in_graph(function: _F, *, undo: Callable[[], None] | None = None) -> _F:
+def call_in_graph(function: _F, *, changes_state: bool = False) -> _F:
     """Have `torch.compile` put calls of a function into its graph. Its arguments are tensors, constants and lists of them.
 
     Args:
         function: the function; it returns a tensor, a list of tensors, or nothing.
-        undo: called when tracing has ended, if the call has an effect: the function is called while the graph is built, too.
+        changes_state: the call has no result, but changes a `ScopedState`. It is called while the graph is built, too, so
+            that what follows is traced in that state.
 
     >>> @call_in_graph
     ... def double(x):
@@ -63,10 +79,29 @@ def call_in_graph(function: _F, *, undo: Callable[[], None] | None = None) -> _F
     >>> double(2)
     4
     """
-    _functions[function] = undo
-    if _DYNAMO in sys.modules and hasattr(torch._dynamo, "allow_in_graph"):
-        _register(torch._dynamo, function)
+    _in_graph.append(function)
+    if changes_state:
+        _effects.add(function)
+    _register_now(function, _handle)
     return function
+
+
+def call_while_tracing(function: _F) -> _F:
+    """Have `torch.compile` call a function itself, once, while it traces; its result is a constant of the graph.
+
+    For functions without tensors that answer a question, or prepare something that outlives the call.
+
+    >>> call_while_tracing(len)([1, 2])
+    2
+    """
+    _while_tracing.append(function)
+    _register_now(function, _handle_constant)
+    return function
+
+
+def guard_state(state: ScopedState) -> None:
+    """Have compiled code that calls functions of this module be used again only in the same state."""
+    _states.append(state)
 
 
 def run_in_graph(key: str, *tensors: Any) -> Any:
@@ -114,31 +149,67 @@ def _key(call: _Call) -> str:
     return key
 
 
-def _register(module: ModuleType, function: Callable[..., Any]) -> None:
-    """Tell dynamo to put calls of a function into the graph, by our handler."""
+def _register_now(function: Callable[..., Any], handler: Any) -> None:
+    if _DYNAMO in sys.modules and hasattr(torch._dynamo, "allow_in_graph"):
+        _register(torch._dynamo, function, handler)
+
+
+def _register(dynamo: Any, function: Callable[..., Any], handler: Any) -> None:
+    """Tell dynamo to call a handler of ours where a function is called."""
     torch.compiler.allow_in_graph(function)
-    handlers = module.variables.TorchInGraphFunctionVariable._get_handlers()
-    handlers[function] = _handle
+    dynamo.variables.TorchInGraphFunctionVariable._get_handlers()[function] = handler
+
+
+def _register_all(dynamo: ModuleType) -> None:
+    torch.fx.node.has_side_effect(run_in_graph)
+    for function in _in_graph:
+        _register(dynamo, function, _handle)
+    for function in _while_tracing:
+        _register(dynamo, function, _handle_constant)
 
 
 def _handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """What dynamo does at a call of a registered function."""
+    """What dynamo does at a call of a function that is called in the graph."""
     dynamo: Any = torch._dynamo
-    function = variable.value
-    tensors: list[Any] = []
-    call = _Call(
-        function,
-        tuple(_freeze(a, tensors) for a in args),
-        {k: _freeze(v, tensors) for k, v in kwargs.items()},
-    )
-    undo = _functions[function]
-    if undo is not None:
-        tx.output.add_cleanup_hook(undo)
+    call, tensors = _call_of(variable.value, args, kwargs)
+    _watch_state(tx)
     proxies, _ = dynamo.utils.proxy_args_kwargs(tensors, {})
     proxy = tx.output.create_proxy("call_function", run_in_graph, (_key(call), *proxies), {})
     # for AOTAutograd's cache: the text says all there is to the call
     proxy.node.meta.update(is_wrapped=True, user_cache_hash="shardwise")
     return dynamo.variables.builder.wrap_fx_proxy(tx=tx, proxy=proxy)
+
+
+def _handle_constant(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """What dynamo does at a call of a function that is called while tracing."""
+    call, tensors = _call_of(variable.value, args, kwargs)
+    _watch_state(tx)
+    if tensors:
+        raise TypeError(f"{call.function.__qualname__} is called while tracing, and got a tensor without values")
+    result = call.function(*call.args, **call.kwargs)
+    return torch._dynamo.variables.builder.SourcelessBuilder.create(tx, result)
+
+
+def _call_of(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Call, list[Any]]:
+    """A call with its constants, and the variables of its tensors."""
+    tensors: list[Any] = []
+    frozen = tuple(_freeze(a, tensors) for a in args)
+    return _Call(function, frozen, {k: _freeze(v, tensors) for k, v in kwargs.items()}), tensors
+
+
+def _watch_state(tx: Any) -> None:
+    """Before the first call in a graph: guard on the state as it is there, and restore it when tracing ends, however it ends."""
+    if getattr(tx.output, "_shardwise_state", False):
+        return
+    tx.output._shardwise_state = True
+    dynamo: Any = torch._dynamo
+    for state in _states:
+        tx.output.add_cleanup_hook(state.save())
+        module = tx.import_source(state.read.__module__)
+        source = dynamo.source.CallFunctionNoArgsSource(dynamo.source.AttrSource(module, state.read.__name__))
+        dynamo.guards.install_guard(source.make_guard(dynamo.guards.GuardBuilder.EQUALS_MATCH))
 
 
 def _freeze(variable: Any, tensors: list[Any]) -> Any:
@@ -154,7 +225,9 @@ def _freeze(variable: Any, tensors: list[Any]) -> Any:
         return items if variable.python_type() is list else tuple(items)
     if isinstance(variable, known.ConstDictVariable):
         return {k.vt.as_python_constant(): _freeze(v, tensors) for k, v in variable.items.items()}
-    if type(variable) is known.UserDefinedObjectVariable or _is_mesh(variable):
+    if type(variable) is known.UserDefinedObjectVariable or isinstance(
+        variable, known.UnspecializedNNModuleVariable | known.NNModuleVariable
+    ) or _is_mesh(variable):
         value = getattr(variable.value, "real_obj", variable.value)
         if variable.source is not None:
             guards.install_guard(variable.source.make_guard(guards.GuardBuilder.ID_MATCH))
@@ -165,12 +238,6 @@ def _freeze(variable: Any, tensors: list[Any]) -> Any:
 def _is_mesh(variable: Any) -> bool:
     value = getattr(variable, "value", None)
     return isinstance(getattr(value, "real_obj", value), DeviceMesh)
-
-
-def _register_all(module: ModuleType) -> None:
-    torch.fx.node.has_side_effect(run_in_graph)
-    for function in list(_functions):
-        _register(module, function)
 
 
 _hook = ModuleFixer({_DYNAMO: _register_all})

@@ -9,6 +9,7 @@ import torch
 import torch._C._dynamo.eval_frame as eval_frame
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,7 +55,7 @@ def is_recorded(block: Tensor) -> bool:
     >>> is_recorded(torch.ones(1))
     False
     """
-    return isinstance(block, FakeTensor) or get_proxy_mode() is not None
+    return isinstance(block, FakeTensor | FunctionalTensor) or get_proxy_mode() is not None
 
 
 def is_recorded_block(mode: Any, block: Tensor) -> bool:
