@@ -3,6 +3,7 @@
 A program returns a function and its arguments. `compile_matrix.py` runs both eagerly and compiled.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -449,7 +450,9 @@ def tp_mlp_with_sequence_parallel(mesh):
 
 @program
 def colwise_output_layout(mesh):
-    return mlp(mesh, last=ColwiseParallel(output_layouts=S0)), (torch.arange(24.0).view(4, 6) / 10,)
+    torch.manual_seed(0)
+    layer = parallelize_module(nn.Linear(6, 8), mesh, ColwiseParallel(output_layouts=S0))
+    return layer, (torch.arange(24.0).view(4, 6) / 10,)
 
 
 @program
@@ -510,7 +513,7 @@ def fully_sharded(mesh):
 def replicated_module(mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-    return replicate(model, mesh), (torch.arange(24.0).view(4, 6) / 10,)
+    return replicate(model, mesh=mesh), (torch.arange(24.0).view(4, 6) / 10,)
 
 
 @program
@@ -523,16 +526,19 @@ def distributed_module(mesh):
 # ---- optimizers: the function takes a step
 
 
-def optimizer_step(mesh, make):
+def optimizer_step(mesh, make, whole=True):
     torch.manual_seed(0)
     p = nn.ParameterList([tensor(mesh, 4, 6), tensor(mesh, 5, at=R, seed=1)])
     for t in p:
         t.grad = t.detach() * 0.5 + 1
     optimizer = make(p.parameters())
+    # without torch's wrapper, which breaks the graph before and after the step for any tensors
+    step = inspect.unwrap(type(optimizer).step) if whole else type(optimizer).step
 
     def fn():
-        optimizer.step()
-        return [t.detach() * 1 for t in p]
+        with torch.no_grad():
+            step(optimizer)
+            return [t.detach() * 1 for t in p]
 
     return fn, ()
 
@@ -550,6 +556,11 @@ def adamw(mesh):
 @program
 def adam_without_foreach(mesh):
     return optimizer_step(mesh, lambda p: torch.optim.Adam(p, lr=0.1, foreach=False))
+
+
+@program
+def step_with_breaks(mesh):
+    return optimizer_step(mesh, lambda p: torch.optim.AdamW(p, lr=0.1), whole=False)
 
 
 @program
@@ -575,5 +586,7 @@ def item_branch(mesh):
     return fn, (tensor(mesh, 4, 6, grad=False),)
 
 
-BREAKS = {"item_branch": 1}
-"""The programs that break the graph, and how often."""
+BREAKS = frozenset({"item_branch", "step_with_breaks"})
+"""The programs that break the graph: at `.item()`, and where torch's optimizers do so for any tensors."""
+GRAPHS = {"item_branch": 2, "step_with_breaks": 2, "sgd": 2}
+"""The programs with more than one graph; the first step of SGD has no momentum yet."""

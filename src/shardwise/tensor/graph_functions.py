@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shardwise.layout import Axes, Layout, MaskPartial, Partial, Replicate, Shard, Spec, StridedShard
 from shardwise.plan.settings import current_settings, pop_settings, push_settings, restore_settings
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_state
 from shardwise.torch_internals.graph_values import describe_constant, register_value
+from shardwise.torch_internals.tangents import accept_plain_tangents
 
 __all__ = ["support_compile"]
 
@@ -28,7 +33,16 @@ def support_compile() -> None:
         call_in_graph(function)
     for effect in (push_settings, pop_settings):
         call_in_graph(effect, changes_state=True)
+    accept_plain_tangents(DTensor, _tangent)
     guard_state(ScopedState(settings_key, _save_settings))
+
+
+def _tangent(plain: Tensor, context: tuple[Spec, bool]) -> DTensor:
+    """A plain gradient of a DTensor that compiled code returned: it counts as replicated, as in any backward pass."""
+    spec = context[0]
+    with torch.no_grad():
+        full = from_local(plain, spec.mesh, None, False, None, None, grad_placements=None)
+        return to_layout(full, spec.layout)
 
 
 def settings_key() -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.torch_internals.graph_values import describe_constant
-from shardwise.torch_internals.module_fixer import ModuleFixer
+from shardwise.torch_internals.module_fixer import after_import
 
 __all__ = ["ScopedState", "call_in_graph", "call_while_tracing", "guard_state", "run_in_graph"]
 
@@ -240,6 +240,4 @@ def _is_mesh(variable: Any) -> bool:
     return isinstance(getattr(value, "real_obj", value), DeviceMesh)
 
 
-_hook = ModuleFixer({_DYNAMO: _register_all})
-sys.meta_path.insert(0, _hook)
-_hook.fix_loaded()
+after_import(_DYNAMO, _register_all)

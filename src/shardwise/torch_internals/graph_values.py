@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.torch_internals.mesh import sibling_ranks
 
-__all__ = ["describe_constant", "graph_value", "register_value"]
+__all__ = ["describe_by", "describe_constant", "graph_value", "register_value"]
 
 _texts: dict[type, Callable[[Any], str]] = {}
 _values: dict[str, Any] = {}
@@ -27,6 +27,11 @@ def register_value(cls: type, text: Callable[[Any], str] = repr) -> None:
     cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
     if not is_opaque_type(cls):
         register_opaque_type(cls, typ="value")
+
+
+def describe_by(cls: type, text: Callable[[Any], str]) -> None:
+    """Say how instances of a class are described where they are constants of a call; they are compared by identity."""
+    _texts[cls] = text
 
 
 def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TRACED_CALL",
     "TorchDispatchMode",
+    "break_graph",
     "is_recorded",
     "is_recorded_block",
     "is_recording",
@@ -77,6 +78,14 @@ def needs_concrete_values(func: Any) -> Exception:
     'DataDependentOutputException'
     """
     return DataDependentOutputException(func)
+
+
+def break_graph() -> None:
+    """In code that is being compiled: end the graph here and run what follows eagerly.
+
+    >>> break_graph()
+    """
+    torch._dynamo.graph_break()
 
 
 def never_compile(function: Callable[..., Any]) -> None:
