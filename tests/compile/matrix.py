@@ -451,8 +451,9 @@ def tp_mlp_with_sequence_parallel(mesh):
 @program
 def colwise_output_layout(mesh):
     torch.manual_seed(0)
-    layer = parallelize_module(nn.Linear(6, 8), mesh, ColwiseParallel(output_layouts=S0))
-    return layer, (torch.arange(24.0).view(4, 6) / 10,)
+    model = nn.Sequential(nn.Linear(6, 8))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=S0)})
+    return model, (torch.arange(24.0).view(4, 6) / 10,)
 
 
 @program

@@ -8,32 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.tensor.seeding import next_draw
-from shardwise.torch_internals.graph_values import describe_constant
+from shardwise.torch_internals.graph_values import mesh_named, name_mesh
 from shardwise.torch_internals.ordered_ops import define_op
 
 __all__ = ["define_numbers", "traced_numbers"]
 
-_meshes: WeakValueDictionary[str, DeviceMesh] = WeakValueDictionary()
-
-
-def _name_of(mesh: DeviceMesh | None) -> str:
-    """A name of the mesh that compiled code finds it by, in this process or another one; empty without a mesh."""
-    if mesh is None:
-        return ""
-    name = describe_constant(mesh)
-    _meshes[name] = mesh  # equal meshes draw from the same stream
-    return name
-
-
 def _position(mesh: str, device: torch.device) -> Tensor:
-    seed, number = next_draw(_meshes[mesh] if mesh else None)
+    seed, number = next_draw(mesh_named(mesh) if mesh else None)
     signed = seed - 2**64 if seed >= 2**63 else seed
     return torch.tensor([signed, number], dtype=torch.int64, device=device)
 
@@ -60,5 +47,5 @@ def define_numbers(run: Callable[[Tensor, str, Tensor, Sequence[Tensor]], Tensor
 
 def traced_numbers(mesh: DeviceMesh | None, text: str, block: Tensor, read: Sequence[Tensor]) -> Tensor:
     """The numbers of one draw for a block, as ops of the graph that is being traced."""
-    position = _next_position(_name_of(mesh), block.device)
+    position = _next_position("" if mesh is None else name_mesh(mesh), block.device)
     return _numbers[0](position, text, block, list(read))  # type: ignore[no-any-return]

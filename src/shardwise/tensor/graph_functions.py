@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shardwise.layout import Axes, Layout, MaskPartial, Partial, Replicate, Shard, Spec, StridedShard
 from shardwise.plan.settings import current_settings, pop_settings, push_settings, restore_settings
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, implementation
 from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_state
-from shardwise.torch_internals.graph_values import describe_constant, register_value
+from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
 from shardwise.torch_internals.tangents import accept_plain_tangents
 
 __all__ = ["support_compile"]
@@ -34,6 +34,8 @@ def support_compile() -> None:
     for effect in (push_settings, pop_settings):
         call_in_graph(effect, changes_state=True)
     accept_plain_tangents(DTensor, _tangent)
+    Spec.live_mesh = staticmethod(live_mesh)
+    implementation.stable_hash = _stable_hash
     guard_state(ScopedState(settings_key, _save_settings))
 
 
@@ -43,6 +45,13 @@ def _tangent(plain: Tensor, context: tuple[Spec, bool]) -> DTensor:
     with torch.no_grad():
         full = from_local(plain, spec.mesh, None, False, None, None, grad_placements=None)
         return to_layout(full, spec.layout)
+
+
+def _stable_hash(x: DTensor) -> str:
+    """What compiled code of this rank depends on, beside the program: for caches that ranks and processes share."""
+    block = x._local_tensor
+    form = (tuple(block.shape), block.stride(), block.storage_offset(), block.device, block.is_contiguous())
+    return stable_hash(_spec_text(x._spec), str(x.requires_grad), str(form), str(settings_key()))
 
 
 def settings_key() -> Any:

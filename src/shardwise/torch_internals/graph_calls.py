@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.torch_internals.graph_values import describe_constant
+from shardwise.torch_internals.graph_values import describe_constant, package_digest
 from shardwise.torch_internals.module_fixer import after_import
 
 __all__ = ["ScopedState", "call_in_graph", "call_while_tracing", "guard_state", "run_in_graph"]
@@ -39,6 +39,7 @@ _in_graph: list[Any] = []
 _while_tracing: list[Any] = []
 _effects: set[Any] = set()
 _states: list[ScopedState] = []
+_usual_states: list[str] = []
 
 
 class _Slot:
@@ -102,6 +103,7 @@ def call_while_tracing(function: _F) -> _F:
 def guard_state(state: ScopedState) -> None:
     """Have compiled code that calls functions of this module be used again only in the same state."""
     _states.append(state)
+    _usual_states.append(str(state.read()))
 
 
 def run_in_graph(key: str, *tensors: Any) -> Any:
@@ -141,12 +143,18 @@ def _key(call: _Call) -> str:
     name = f"{call.function.__module__}.{call.function.__qualname__}".removeprefix("shardwise.")
     args = [describe_constant(a) for a in call.args]
     args += [f"{k}={describe_constant(v)}" for k, v in call.kwargs.items()]
-    text = key = f"{name}({', '.join(args)})"
+    text = key = f"{name}({', '.join(args)}){_state_text()}"
     number = 1
     while not _same(_calls.setdefault(key, call), call):
         number += 1
         key = f"{text} #{number}"
     return key
+
+
+def _state_text() -> str:
+    """The state of a call, where it is not the usual one: the same code computes something else in another state."""
+    found = [str(state.read()) for state in _states]
+    return "" if found == _usual_states else f" in {', '.join(found)}"
 
 
 def _register_now(function: Callable[..., Any], handler: Any) -> None:
@@ -176,7 +184,7 @@ def _handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     proxies, _ = dynamo.utils.proxy_args_kwargs(tensors, {})
     proxy = tx.output.create_proxy("call_function", run_in_graph, (_key(call), *proxies), {})
     # for AOTAutograd's cache: the text says all there is to the call
-    proxy.node.meta.update(is_wrapped=True, user_cache_hash="shardwise")
+    proxy.node.meta.update(is_wrapped=True, user_cache_hash=package_digest())
     return dynamo.variables.builder.wrap_fx_proxy(tx=tx, proxy=proxy)
 
 
