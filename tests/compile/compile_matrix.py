@@ -1,22 +1,22 @@
 """Running the matrix: each program eagerly and compiled, on a mesh of real processes.
 
-    python -m tests.compile.compile_matrix [--backend aot_eager] [program ...]
+python -m tests.compile.compile_matrix [--backend aot_eager] [program ...]
 """
 
 import argparse
-import contextlib
 import logging
+import sys
 import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
+from tests.compile.matrix import BREAKS, GRAPHS, PROGRAMS
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.comm.launch import Workers
-from tests.compile.matrix import BREAKS, GRAPHS, PROGRAMS
 
 BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -89,7 +89,9 @@ def check_on(mesh, name, backend, repeat=2):
     except Exception as error:
         return f"error: {describe(error)}"
     wrong = [d for a, b in zip(expected, found, strict=True) for d in differences(a, b)]
-    wrong += ["the stream is elsewhere" for a, b in zip(after, position, strict=True) if not torch.equal(a, b)]
+    wrong += [
+        "the stream is elsewhere" for a, b in zip(after, position, strict=True) if not torch.equal(a, b)
+    ]
     if wrong:
         return f"wrong: {'; '.join(wrong)}"
     graphs = GRAPHS.get(name, 1)
@@ -122,6 +124,6 @@ if __name__ == "__main__":
             except Exception as error:
                 answers = [f"died: {str(error)[:300]}"]
             good += answers == ["ok"] * len(answers)
-            with contextlib.suppress(BrokenPipeError):
-                print(f"{name}: {' | '.join(dict.fromkeys(answers))}", flush=True)
-    print(f"{good} of {len(given.names or PROGRAMS)}", flush=True)
+            sys.stdout.write(f"{name}: {' | '.join(dict.fromkeys(answers))}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{good} of {len(given.names or PROGRAMS)}\n")

@@ -126,7 +126,9 @@ def convolution_with_halo(mesh):
 
 @program
 def views(mesh):
-    return lambda x: x.view(4, 3, 2).transpose(0, 1).flatten(1).permute(1, 0).unsqueeze(0), (tensor(mesh, 4, 6),)
+    return lambda x: x.view(4, 3, 2).transpose(0, 1).flatten(1).permute(1, 0).unsqueeze(0), (
+        tensor(mesh, 4, 6),
+    )
 
 
 @program
@@ -202,7 +204,9 @@ def random_like(mesh):
 
 @program
 def random_in_place(mesh):
-    return lambda x: x * torch.empty_like(x).uniform_(1, 2).add_(torch.zeros_like(x).normal_()), (tensor(mesh, 4, 6),)
+    return lambda x: x * torch.empty_like(x).uniform_(1, 2).add_(torch.zeros_like(x).normal_()), (
+        tensor(mesh, 4, 6),
+    )
 
 
 @program
@@ -302,13 +306,19 @@ def factories(mesh):
 
 @program
 def torch_factories(mesh):
-    return lambda x: x + torch.ones_like(x) + x.new_zeros(4, 6) + torch.full_like(x, 2.0), (tensor(mesh, 4, 6),)
+    return lambda x: x + torch.ones_like(x) + x.new_zeros(4, 6) + torch.full_like(x, 2.0), (
+        tensor(mesh, 4, 6),
+    )
 
 
 @program
 def local_mapped(mesh):
     mapped = local_map(
-        lambda a, b: a @ b, out_placements=[P], in_placements=([S1], [S0]), redistribute_inputs=True, device_mesh=mesh
+        lambda a, b: a @ b,
+        out_placements=[P],
+        in_placements=([S1], [S0]),
+        redistribute_inputs=True,
+        device_mesh=mesh,
     )
     return lambda x, y: mapped(x, y) + 1, (tensor(mesh, 4, 6, at=S1), tensor(mesh, 6, 4))
 
@@ -339,7 +349,8 @@ def reads_layouts(mesh):
 @program
 def isinstance_and_shape(mesh):
     def fn(x):
-        assert isinstance(x, sw.DTensor) and type(x) is sw.DTensor
+        assert isinstance(x, sw.DTensor)
+        assert type(x) is sw.DTensor
         return x * x.shape[0] + x.numel() + x.stride(0)
 
     return fn, (tensor(mesh, 4, 6),)
@@ -479,7 +490,9 @@ def tp_attention_block(mesh):
 def embedding_module(mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4))
-    parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=R), "1": ColwiseParallel(output_layouts=R)})
+    parallelize_module(
+        model, mesh, {"0": RowwiseParallel(input_layouts=R), "1": ColwiseParallel(output_layouts=R)}
+    )
     return model, (torch.arange(7) % 10,)
 
 

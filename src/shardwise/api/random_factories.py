@@ -40,13 +40,17 @@ def rand(*size: Any, device: _Device = None, **options: Unpack[TensorOptions]) -
     >>> sw.rand(2, 2)
     tensor([[...]])
     """
-    return _new("rand", Numbers("rand", (), uniform), size_of(size), _floating("rand", options), device, options)
+    return _new(
+        "rand", Numbers("rand", (), uniform), size_of(size), _floating("rand", options), device, options
+    )
 
 
 @factory
 def randn(*size: Any, device: _Device = None, **options: Unpack[TensorOptions]) -> Tensor:
     """Normal random numbers of mean 0 and variance 1; `size` is some integers or one sequence of them."""
-    return _new("randn", Numbers("randn", (), normal), size_of(size), _floating("randn", options), device, options)
+    return _new(
+        "randn", Numbers("randn", (), normal), size_of(size), _floating("randn", options), device, options
+    )
 
 
 @factory

@@ -85,7 +85,13 @@ def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
     check_all(
         aten.poisson.default, valid, "invalid Poisson rate, expected rate to be non-negative and finite"
     )
-    return fill(aten.poisson.default, memory_like(rates), _by_parameters(aten.poisson.default, poisson), generator, rates)
+    return fill(
+        aten.poisson.default,
+        memory_like(rates),
+        _by_parameters(aten.poisson.default, poisson),
+        generator,
+        rates,
+    )
 
 
 def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:

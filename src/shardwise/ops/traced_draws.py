@@ -19,6 +19,7 @@ from shardwise.torch_internals.ordered_ops import define_op
 
 __all__ = ["define_numbers", "traced_numbers"]
 
+
 def _position(mesh: str, device: torch.device) -> Tensor:
     seed, number = next_draw(mesh_named(mesh) if mesh else None)
     signed = seed - 2**64 if seed >= 2**63 else seed

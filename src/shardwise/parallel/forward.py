@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MethodType
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch

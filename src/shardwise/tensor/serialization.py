@@ -18,5 +18,16 @@ __all__ = ["allow_loading"]
 def allow_loading() -> None:
     """Declare the classes of a saved DTensor safe to load; none of them executes what it is given."""
     torch.serialization.add_safe_globals(
-        [DTensor, rebuild, Spec, restore_spec, Layout, Axes, Factor, PerRank, DeviceMesh, *mesh_layout_classes()]
+        [
+            DTensor,
+            rebuild,
+            Spec,
+            restore_spec,
+            Layout,
+            Axes,
+            Factor,
+            PerRank,
+            DeviceMesh,
+            *mesh_layout_classes(),
+        ]
     )

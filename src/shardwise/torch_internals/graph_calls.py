@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.torch_internals.graph_values import describe_constant, package_digest
 from shardwise.torch_internals.module_fixer import after_import
 
-__all__ = ["ScopedState", "call_in_graph", "call_while_tracing", "guard_state", "run_in_graph"]
+__all__ = ["ScopedState", "call_in_graph", "call_while_tracing", "guard_by_metadata", "guard_state", "run_in_graph"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"  # loaded when it is first used, which takes a second
@@ -40,6 +40,7 @@ _while_tracing: list[Any] = []
 _effects: set[Any] = set()
 _states: list[ScopedState] = []
 _usual_states: list[str] = []
+_by_metadata: list[type] = []
 
 
 class _Slot:
@@ -169,11 +170,37 @@ def _register(dynamo: Any, function: Callable[..., Any], handler: Any) -> None:
 
 
 def _register_all(dynamo: ModuleType) -> None:
+    _guard_less(dynamo)
     torch.fx.node.has_side_effect(run_in_graph)
     for function in _in_graph:
         _register(dynamo, function, _handle)
     for function in _while_tracing:
         _register(dynamo, function, _handle_constant)
+
+
+def guard_by_metadata(cls: type) -> None:
+    """Have the guards on a tensor of a class be those on its type, on what `__tensor_flatten__` says and on its parts.
+
+    They imply the others, which torch installs because it does not know what the class says of itself.
+    """
+    _by_metadata.append(cls)
+
+
+def _guard_less(dynamo: Any) -> None:
+    builder = dynamo.variables.builder.VariableBuilder
+    original = builder.install_guards
+
+    def install_guards(self: Any, *guards: Any) -> Any:
+        kept = [g for g in guards if not _is_implied(g)]
+        return original(self, *kept)
+
+    builder.install_guards = install_guards
+
+
+def _is_implied(guard: Any) -> bool:
+    value = getattr(guard, "keywords", {}).get("value")
+    tensor = value() if type(value).__name__ == "TensorWeakRef" else None
+    return type(tensor) in _by_metadata
 
 
 def _handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,14 +220,14 @@ def _handle_constant(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     call, tensors = _call_of(variable.value, args, kwargs)
     _watch_state(tx)
     if tensors:
-        raise TypeError(f"{call.function.__qualname__} is called while tracing, and got a tensor without values")
+        raise TypeError(
+            f"{call.function.__qualname__} is called while tracing, and got a tensor without values"
+        )
     result = call.function(*call.args, **call.kwargs)
     return torch._dynamo.variables.builder.SourcelessBuilder.create(tx, result)
 
 
-def _call_of(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Call, list[Any]]:
+def _call_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Any]]:
     """A call with its constants, and the variables of its tensors."""
     tensors: list[Any] = []
     frozen = tuple(_freeze(a, tensors) for a in args)
@@ -228,14 +255,20 @@ def _freeze(variable: Any, tensors: list[Any]) -> Any:
     if isinstance(variable, known.TensorVariable | known.SymNodeVariable):
         tensors.append(variable)
         return _Slot(len(tensors) - 1)
-    if isinstance(variable, known.lists.BaseListVariable) and variable.python_type() in (list, tuple, torch.Size):
+    if isinstance(variable, known.lists.BaseListVariable) and variable.python_type() in (
+        list,
+        tuple,
+        torch.Size,
+    ):
         items = [_freeze(v, tensors) for v in variable.items]
         return items if variable.python_type() is list else tuple(items)
     if isinstance(variable, known.ConstDictVariable):
         return {k.vt.as_python_constant(): _freeze(v, tensors) for k, v in variable.items.items()}
-    if type(variable) is known.UserDefinedObjectVariable or isinstance(
-        variable, known.UnspecializedNNModuleVariable | known.NNModuleVariable
-    ) or _is_mesh(variable):
+    if (
+        type(variable) is known.UserDefinedObjectVariable
+        or isinstance(variable, known.UnspecializedNNModuleVariable | known.NNModuleVariable)
+        or _is_mesh(variable)
+    ):
         value = getattr(variable.value, "real_obj", variable.value)
         if variable.source is not None:
             guards.install_guard(variable.source.make_guard(guards.GuardBuilder.ID_MATCH))

@@ -38,7 +38,7 @@ def call_traced(state: State, fn: Callable[..., Any], args: tuple[Any, ...], kwa
     stored = []
     for group in state.groups:
         homes = [slot.places[0] for slot in group.slots]
-        params = [module._parameters[name] for module, name in homes]
+        params: Any = [module._parameters[name] for module, name in homes]
         tensors = _gather(group, whole, params)
         for slot, param, tensor in zip(group.slots, params, tensors, strict=True):
             for module, name in slot.places:
