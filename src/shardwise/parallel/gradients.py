@@ -65,7 +65,6 @@ def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
 
     One function per layout: hooks are compared, and compilers trace functions rather than objects.
     """
-
     return lambda grad: _settle(grad, layout)
 
 

@@ -20,7 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.torch_internals.graph_values import describe_constant, package_digest
 from shardwise.torch_internals.module_fixer import after_import
 
-__all__ = ["ScopedState", "call_in_graph", "call_while_tracing", "guard_by_metadata", "guard_state", "run_in_graph"]
+__all__ = [
+    "ScopedState",
+    "call_in_graph",
+    "call_while_tracing",
+    "guard_by_metadata",
+    "guard_state",
+    "run_in_graph",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"  # loaded when it is first used, which takes a second
@@ -30,7 +37,7 @@ class ScopedState(NamedTuple):
     """State that calls in a graph set and reset, such as the policy inside a `with` block."""
 
     read: Callable[[], Any]
-    """What decisions depend on: compiled code is used again where this is equal. A function at module level."""
+    """What decisions depend on: compiled code is used again where this is equal."""
     save: Callable[[], Callable[[], None]]
     """Returns a function that restores the state as it is now."""
 
@@ -102,7 +109,7 @@ def call_while_tracing(function: _F) -> _F:
 
 
 def guard_state(state: ScopedState) -> None:
-    """Have compiled code that calls functions of this module be used again only in the same state."""
+    """Have compiled code that calls functions of this module, or has tensors of ours, be used again only in the same state."""
     _states.append(state)
     _usual_states.append(str(state.read()))
 
@@ -192,6 +199,8 @@ def _guard_less(dynamo: Any) -> None:
 
     def install_guards(self: Any, *guards: Any) -> Any:
         kept = [g for g in guards if not _is_implied(g)]
+        if len(kept) < len(guards):
+            _watch_state(self.tx)
         return original(self, *kept)
 
     builder.install_guards = install_guards
@@ -239,12 +248,17 @@ def _watch_state(tx: Any) -> None:
     if getattr(tx.output, "_shardwise_state", False):
         return
     tx.output._shardwise_state = True
-    dynamo: Any = torch._dynamo
     for state in _states:
         tx.output.add_cleanup_hook(state.save())
-        module = tx.import_source(state.read.__module__)
-        source = dynamo.source.CallFunctionNoArgsSource(dynamo.source.AttrSource(module, state.read.__name__))
-        dynamo.guards.install_guard(source.make_guard(dynamo.guards.GuardBuilder.EQUALS_MATCH))
+    dynamo: Any = torch._dynamo
+    source = dynamo.source.AttrSource(tx.import_source(__name__), read_state.__name__)
+    guard = dynamo.source.CallFunctionNoArgsSource(source).make_guard(dynamo.guards.GuardBuilder.EQUALS_MATCH)
+    dynamo.guards.install_guard(guard)
+
+
+def read_state() -> tuple[Any, ...]:
+    """All states, as guards compare them."""
+    return tuple([state.read() for state in _states])
 
 
 def _freeze(variable: Any, tensors: list[Any]) -> Any:

@@ -37,7 +37,9 @@ def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return _pytree.tree_unflatten(list(leaves), structure)
 
 
-def without_symbols(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def without_symbols(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments with the values of symbolic numbers, on which the compiled code then depends; None if there are none.
 
     >>> without_symbols((1, [2]), {}) is None
@@ -48,7 +50,13 @@ def without_symbols(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     def value(x: Any) -> Any:
         if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
             found.append(x)
-            return int(x) if isinstance(x, torch.SymInt) else float(x) if isinstance(x, torch.SymFloat) else bool(x)
+            return (
+                int(x)
+                if isinstance(x, torch.SymInt)
+                else float(x)
+                if isinstance(x, torch.SymFloat)
+                else bool(x)
+            )
         return x
 
     out = _pytree.tree_map(value, (args, kwargs))
