@@ -38,11 +38,13 @@ from shardwise.tensor.errors import MeshError
 from shardwise.tensor.local import check_device
 from shardwise.tensor.redistribute import to_layout
 from shardwise.tensor.sparse_tensor import check_replicated
+from shardwise.torch_internals.graph_calls import call_in_graph
 from shardwise.torch_internals.patches import outside_transforms, unwrap_transforms
 
 __all__ = ["distribute_tensor"]
 
 
+@call_in_graph
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,

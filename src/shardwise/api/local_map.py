@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate
 from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.graph_calls import call_while_tracing
 from shardwise.torch_internals.pytree import flatten
 
 __all__ = ["MapError", "local_map"]
@@ -140,7 +141,7 @@ def _input(i: int, arg: Any, in_placements: tuple[Placed, ...] | None, redistrib
                 why="None stands for a value that is not a DTensor.",
                 fix=f"in_placements=(..., {list(arg.placements)}, ...)",
             )
-        if arg._spec.layout is Layout.of(arg.shape, arg._spec.layout.axes, wanted):
+        if _has_layout(arg.sharding, tuple(wanted)):
             return arg
         if redistribute:
             return arg.redistribute(placements=wanted)
@@ -180,6 +181,13 @@ def _grad_placements(
     return [gradient(axis, p) for axis, p in enumerate(arg.placements)]
 
 
+@call_while_tracing
+def _has_layout(layout: Layout, placements: tuple[Placement, ...]) -> bool:
+    """Whether a layout is that of some placements."""
+    return layout is Layout.of(layout.shape, layout.axes, placements)
+
+
+@call_while_tracing
 def _is_uneven(layout: Layout) -> bool:
     sizes = layout.axes.sizes
     return any(f.size % math.prod(sizes[a] for a in f.axes) for dim in layout.dims for f in dim if f.axes)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import Placement
+from shardwise.torch_internals.graph_calls import call_in_graph
 
 __all__ = ["TensorOptions", "factory"]
 
@@ -69,4 +70,4 @@ def factory(func: _Factory) -> _Factory:
     checked.__signature__ = signature  # type: ignore[attr-defined]
     _, _, shared_doc = (inspect.getdoc(TensorOptions) or "").partition("\n\n")
     checked.__doc__ = f"{inspect.getdoc(func)}\n\n{shared_doc}"
-    return cast("_Factory", checked)
+    return cast("_Factory", call_in_graph(checked))

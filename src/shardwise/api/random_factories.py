@@ -9,8 +9,7 @@ factories do, and what the torch function of the same name raises for its own ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -20,9 +19,12 @@ from shardwise.api.options import TensorOptions, factory
 from shardwise.comm import current_mesh
 from shardwise.comm.mesh import has_current_mesh
 from shardwise.layout import LayoutError
+from shardwise.ops.random_fill import Numbers, describe_draw
+from shardwise.ops.traced_draws import traced_numbers
 from shardwise.random import BlockIndices, integers, normal, permutation, uniform
 from shardwise.tensor.construct import from_function, layout_for, size_of
 from shardwise.tensor.seeding import next_draw
+from shardwise.torch_internals.tracing import is_tracing
 
 __all__ = ["rand", "randint", "randn", "randperm"]
 
@@ -38,13 +40,17 @@ def rand(*size: Any, device: _Device = None, **options: Unpack[TensorOptions]) -
     >>> sw.rand(2, 2)
     tensor([[...]])
     """
-    return _new("rand", uniform, size_of(size), _floating("rand", options), device, options)
+    return _new(
+        "rand", Numbers("rand", (), uniform), size_of(size), _floating("rand", options), device, options
+    )
 
 
 @factory
 def randn(*size: Any, device: _Device = None, **options: Unpack[TensorOptions]) -> Tensor:
     """Normal random numbers of mean 0 and variance 1; `size` is some integers or one sequence of them."""
-    return _new("randn", normal, size_of(size), _floating("randn", options), device, options)
+    return _new(
+        "randn", Numbers("randn", (), normal), size_of(size), _floating("randn", options), device, options
+    )
 
 
 @factory
@@ -77,7 +83,7 @@ def randint(
     dtype = options["dtype"] or torch.int64
     # raises torch's own errors
     torch.randint(low, high, (1,), dtype=dtype, device="cpu", generator=torch.Generator())  # type: ignore[arg-type]
-    generate = partial(integers, low=low, high=int(high))  # type: ignore[arg-type]
+    generate = Numbers("randint", (low, int(high)), integers)  # type: ignore[arg-type]
     return _new("randint", generate, size_of((size,)), dtype, device, options)
 
 
@@ -91,7 +97,11 @@ def randperm(n: int, *, device: _Device = None, **options: Unpack[TensorOptions]
     """
     dtype = options["dtype"] or torch.int64
     torch.randperm(n, dtype=dtype, device="meta")  # raises torch's own errors
-    return _new("randperm", permutation, (n,), dtype, device, options)
+    return _new("randperm", Numbers("randperm", (), _permutation), (n,), dtype, device, options)
+
+
+def _permutation(*where: Any, out: Tensor | None = None) -> Tensor:
+    return permutation(*where)
 
 
 def _floating(name: str, options: TensorOptions) -> torch.dtype:
@@ -107,7 +117,7 @@ def _floating(name: str, options: TensorOptions) -> torch.dtype:
 
 def _new(
     name: str,
-    generate: Callable[..., Tensor],
+    generate: Numbers,
     size: tuple[int, ...],
     dtype: torch.dtype,
     device: _Device,
@@ -119,6 +129,10 @@ def _new(
         if where.type == "meta":
             next_draw()
             return torch.empty(size, dtype=dtype, device=where, requires_grad=requires_grad)
+        if is_tracing():
+            block = torch.empty(size, dtype=dtype, device=where)
+            text = describe_draw(generate, size, [range(n) for n in size])
+            return traced_numbers(None, text, block, ()).requires_grad_(requires_grad)
         return generate(next_draw(), BlockIndices(size), dtype, where).requires_grad_(requires_grad)
     layout = layout_for(name, size, options["layout"], options["device_mesh"], placements)
     mesh = current_mesh(options["device_mesh"], name)
@@ -128,9 +142,13 @@ def _new(
             why="The blocks are on the devices of the mesh.",
             fix=f"{name}(..., device_mesh=mesh) without device=",
         )
-    draw = next_draw(mesh)
+    traced = is_tracing()
+    draw = None if traced else next_draw(mesh)
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
+        if traced:
+            text = describe_draw(generate, size, indices)
+            return traced_numbers(mesh, text, torch.empty(shape, dtype=dtype), ())
         # `from_function` makes the device of the mesh the default one
         return generate(draw, BlockIndices(size, indices), dtype, torch.empty(0).device)
 

@@ -18,6 +18,7 @@ from shardwise.comm.rank_hooks import install_hooks
 from shardwise.comm.simulated_collectives import known_meshes
 from shardwise.torch_internals.mesh import restored_mesh_stack
 from shardwise.torch_internals.process_groups import simulated_world
+from shardwise.torch_internals.stance import compiled_functions_run_eagerly
 
 install_hooks()
 
@@ -120,7 +121,15 @@ def simulate(world_size: int) -> Iterator[None]:
         _simulated.append(world_size)
         stack.callback(_simulated.pop)
         stack.enter_context(known_meshes())
+        stack.enter_context(compiled_functions_run_eagerly(_EAGER))
         yield
+
+
+_EAGER = (
+    "torch.compile runs functions eagerly inside simulate().\n"
+    "  why: A block there is one tensor per rank, which a compiler cannot trace.\n"
+    "  fix: Nothing, for results are the same; to test compiled code, shardwise.launch(fn, nprocs)"
+)
 
 
 def per_rank(fn: Callable[..., Any], *values: Any) -> Any:

@@ -20,6 +20,7 @@ from shardwise.dispatch.routes import decide
 from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.inference import in_inference_mode, inference_tensors, note_inference_mode
+from shardwise.torch_internals.pytree import without_symbols
 
 __all__ = ["dispatch", "find_recipe", "find_route", "on_direct_route"]
 
@@ -106,6 +107,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         run = runs.get(key)
     except TypeError:  # an argument that cannot be hashed: such calls are decided each time
+        if (fixed := without_symbols(args, kwargs)) is not None:
+            return _dispatch(func, *fixed)
         return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
     if run is None:
         run = _choose(entry, key, args, kwargs)[1]

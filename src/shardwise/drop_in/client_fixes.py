@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api.distribute import distribute_tensor
 from shardwise.comm.simulate import is_simulated
-from shardwise.drop_in.module_fixer import ModuleFixer
 from shardwise.layout import Shard
 from shardwise.tensor.policy import policy
 from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor
 from shardwise.torch_internals.fsdp_division import FSDP_COLLECTIVES, FSDP_PARAMETERS, divide_once
+from shardwise.torch_internals.module_fixer import ModuleFixer
 
 __all__ = ["FIXES", "client_fixer"]
 

@@ -7,9 +7,9 @@ from functools import partial
 
 from shardwise.api.distribute import distribute_tensor
 from shardwise.api.geometry import compute_local_shape_and_global_offset
-from shardwise.drop_in.module_fixer import ModuleFixer
 from shardwise.layout import Placement
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.module_fixer import ModuleFixer
 from shardwise.torch_internals.state_dicts import STATE_DICT_MODULES, OurTensors, know_both_classes
 
 __all__ = ["support_state_dicts"]

@@ -22,6 +22,13 @@ class Immutable:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
 
+    def __eq__(
+        self, other: object
+    ) -> bool:  # what `object` has, but stated: compilers guard on values by equality
+        return self is other
+
+    __hash__ = object.__hash__
+
     def __copy__(self) -> Self:
         return self
 

@@ -12,7 +12,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement, Shard, StridedShard
 from shardwise.layout.unit_axes import UnitPlacements, spelled
 
-__all__ = ["ShardOrderEntry", "Spec", "TensorMeta", "dtype_text"]
+__all__ = ["ShardOrderEntry", "Spec", "TensorMeta", "dtype_text", "restore_spec"]
 
 
 class TensorMeta(NamedTuple):
@@ -59,6 +59,8 @@ class Spec(Immutable):
     tensor_meta: TensorMeta
 
     _interned: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
+    live_mesh: ClassVar[Callable[[Any], Any]] = staticmethod(lambda mesh: mesh)
+    """The mesh of this process for one that was restored; set where meshes are known."""
     of_placements: ClassVar[Callable[[Any, Any, TensorMeta | None], Spec]]
     """The spec of a mesh, placements and a `TensorMeta`; set where meshes are known."""
 
@@ -178,13 +180,20 @@ class Spec(Immutable):
         return Spec(self.mesh, self.layout, self.dtype, self.shape, self.stride, units)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride, self.units)
+        return restore_spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride, self.units)
 
     def __str__(self) -> str:
         return self.layout.text(dtype_text(self.dtype))
 
     def __repr__(self) -> str:
         return f"Spec({self} on {self.layout.axes})"
+
+
+def restore_spec(
+    mesh: Any, layout: Layout, dtype: Any, shape: Any, stride: tuple[int, ...] | None, units: UnitPlacements
+) -> Spec:
+    """The spec that was pickled as these values."""
+    return Spec(Spec.live_mesh(mesh), layout, dtype, shape, stride, units)
 
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}

@@ -15,6 +15,7 @@ from shardwise.call.schema import op_info
 from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
 from shardwise.comm.recording import recorders
 from shardwise.layout import Layout, owned
+from shardwise.ops.traced_draws import define_numbers, traced_numbers
 from shardwise.random import (
     BlockIndices,
     bernoulli,
@@ -63,6 +64,9 @@ class Numbers:
     given: tuple[Any, ...]
     distribution: Callable[..., Tensor]
 
+    def __post_init__(self) -> None:
+        _BY_NAME.setdefault(self.op, self.distribution)
+
     def __call__(self, *where: Any, out: Tensor | None = None) -> Tensor:
         """Compute the numbers of some elements."""
         return self.distribution(*where, *self.given, out=out)
@@ -78,8 +82,24 @@ def describe_draw(numbers: Numbers, shape: Sequence[int], cells: Sequence[Sequen
 def _parse_draw(text: str) -> tuple[Numbers, BlockIndices]:
     said = json.loads(text)
     cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]
-    distribution = next(d for func, d in _DISTRIBUTIONS.items() if str(func) == said["op"])
-    return Numbers(said["op"], tuple(said["given"]), distribution), BlockIndices(said["shape"], cells)
+    numbers = Numbers(said["op"], tuple(said["given"]), _BY_NAME[said["op"]])
+    return numbers, BlockIndices(said["shape"], cells)
+
+
+_BY_NAME: dict[str, Callable[..., Tensor]] = {}
+"""The distribution of each op that `Numbers` were constructed for."""
+
+
+def _numbers_at(position: Tensor, text: str, like: Tensor, read: Sequence[Tensor]) -> Tensor:
+    """The numbers of a traced draw, at a position of the stream that is known when the program runs."""
+    numbers, cells = _parse_draw(text)
+    seed, number = position.tolist()
+    block = torch.empty_like(like, memory_format=torch.contiguous_format)
+    _write(block, cells, numbers, Draw(seed % 2**64, number), read)
+    return block
+
+
+define_numbers(_numbers_at)
 
 
 def fill_block(block: Tensor, state: Tensor, number: int, text: str) -> None:
@@ -117,8 +137,7 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
     if x._spec.layout.partial:
         return _fill_pending(func, x, generate, generator, others)
     if is_recorded(x._local_tensor):
-        # a position in the stream must not become a constant of the graph
-        raise needs_concrete_values(func)
+        return _trace(func, x, generate, generator, others)
     draw = draw_from(generator, x.device_mesh)
     read = [_matching_block(func, t, x) for t in others]
     block = x._local_tensor
@@ -129,9 +148,20 @@ def fill(func: Any, x: Tensor, generate: Generate, generator: Any, *others: Tens
     return x
 
 
+def _trace(func: Any, x: DTensor, generate: Generate, generator: Any, others: Sequence[Tensor]) -> DTensor:
+    """Have a compiler trace the draw: a position in the stream must not become a constant of the graph."""
+    if generator is not None or not isinstance(generate, Numbers):
+        raise needs_concrete_values(func)
+    if (coord := coord_of(x.device_mesh)) is not None:
+        read = [_matching_block(func, t, x) for t in others]
+        text = describe_draw(generate, x.shape, owned(x._spec.layout, coord))
+        x._local_tensor.copy_(traced_numbers(x.device_mesh, text, x._local_tensor, read))
+    return x
+
+
 def _record(func: Any, x: DTensor, generate: Generate, generator: Any, others: Sequence[Tensor]) -> DTensor:
     """Have a capture record the draw: its position in the stream is known when the program runs."""
-    if generator is not None or not isinstance(generate, Numbers):
+    if generator is not None or not isinstance(generate, Numbers) or others:
         raise needs_concrete_values(func)
     if (coord := coord_of(x.device_mesh)) is not None:
         read = [_matching_block(func, t, x) for t in others]
@@ -227,22 +257,29 @@ def _any_integers(
 def _bernoulli_by_tensor(x: Tensor, p: Tensor, generator: Any = None) -> Tensor:
     func = aten.bernoulli_.Tensor
     check_all(func, (p >= 0) & (p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
-    return fill(func, x, bernoulli, generator, p)
+    return fill(func, x, Numbers(str(func), (), bernoulli), generator, p)
 
 
 def check_all(func: Any, valid: Tensor, why: str) -> None:
     """Raise on all ranks alike if an element of an op's parameters is invalid on any of them."""
     if not valid.numel() or is_off_mesh(valid):
         return
-    if not value_of(func, valid.all()):
+    found = _on_all_ranks(func, valid.all())
+    if is_recorded(found):
+        aten._assert_async.msg(found, why)
+    elif not found.item():
         raise RuntimeError(why)
 
 
 def value_of(func: Any, x: Tensor) -> Any:
     """The value of a tensor with one element, on all ranks, as a parameter of an op."""
+    return _on_all_ranks(func, x).item()
+
+
+def _on_all_ranks(func: Any, x: Tensor) -> Tensor:
     if isinstance(x, DTensor):
         x = first_rank(to_layout(func, x, Layout.replicated((), x._spec.layout.axes))._local_tensor)
-    return x.item()
+    return x
 
 
 def is_off_mesh(x: Tensor) -> bool:
@@ -262,6 +299,8 @@ _DISTRIBUTIONS: dict[Any, Callable[..., Tensor]] = {
     aten.random_.to: _any_integers,
     getattr(aten.random_, "from"): _any_integers,
 }
+
+_BY_NAME.update({str(func): distribution for func, distribution in _DISTRIBUTIONS.items()})
 
 FILLS: dict[Any, Callable[..., Tensor]] = {
     **{func: _filling(func, distribution) for func, distribution in _DISTRIBUTIONS.items()},

@@ -6,7 +6,7 @@ They run on DTensors, and inside `one_device` on plain tensors, with the same nu
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.call.schema import op_info
 from shardwise.call.variants import writing_variant
 from shardwise.layout import Layout
-from shardwise.ops.random_fill import FILLS, UNUSED, Generate, check_all, fill, is_off_mesh, value_of
+from shardwise.ops.random_fill import FILLS, UNUSED, Numbers, check_all, fill, is_off_mesh, value_of
 from shardwise.random import binomial, gamma, integers, poisson
 from shardwise.tensor.construct import memory_like
 from shardwise.tensor.dtensor import DTensor
@@ -40,7 +40,8 @@ def _integers_like(x: Tensor, *bounds: Any, generator: Any = None, **kwargs: Any
     high = int(high)  # a tensor with one element, in one overload
     torch.randint(low, high, (1,), dtype=kwargs.get("dtype") or x.dtype, generator=UNUSED)  # for its errors
     out = memory_like(x, **kwargs)
-    return fill(aten.randint_like.default, out, partial(integers, low=low, high=high), generator)
+    func = aten.randint_like.default
+    return fill(func, out, Numbers(str(func), (low, high), integers), generator)
 
 
 def _functional(fill_: Any) -> Callable[..., Tensor]:
@@ -70,9 +71,13 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     return out.mul_(std).add_(mean)
 
 
-def _by_parameters(distribution: Callable[..., Tensor]) -> Generate:
+def _by_parameters(func: Any, distribution: Callable[..., Tensor]) -> Numbers:
     """Numbers from a distribution with parameters per element, in their dtype and on their device."""
-    return lambda draw, cells, dtype, device, *parameters, out=None: distribution(draw, cells, *parameters)
+    return Numbers(
+        str(func),
+        (),
+        lambda draw, cells, dtype, device, *parameters, out=None: distribution(draw, cells, *parameters),
+    )
 
 
 def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
@@ -80,7 +85,13 @@ def _poisson(rates: Tensor, generator: Any = None) -> Tensor:
     check_all(
         aten.poisson.default, valid, "invalid Poisson rate, expected rate to be non-negative and finite"
     )
-    return fill(aten.poisson.default, memory_like(rates), _by_parameters(poisson), generator, rates)
+    return fill(
+        aten.poisson.default,
+        memory_like(rates),
+        _by_parameters(aten.poisson.default, poisson),
+        generator,
+        rates,
+    )
 
 
 def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
@@ -90,14 +101,14 @@ def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
     check_all(func, (prob >= 0) & (prob <= 1), "binomial expects probabilities from 0 to 1")
     like = count + prob  # has the shape and layout of the result
     out = memory_like(like, dtype=count.dtype)
-    return fill(func, out, _by_parameters(binomial), generator, count, prob)
+    return fill(func, out, _by_parameters(func, binomial), generator, count, prob)
 
 
 def _gamma(alpha: Tensor, generator: Any = None) -> Tensor:
     func = aten._standard_gamma.default
     valid = (alpha > 0) & alpha.isfinite()
     check_all(func, valid, "_standard_gamma expects positive and finite concentrations")
-    return fill(func, memory_like(alpha), _by_parameters(gamma), generator, alpha)
+    return fill(func, memory_like(alpha), _by_parameters(func, gamma), generator, alpha)
 
 
 def _dirichlet(alpha: Tensor, generator: Any = None) -> Tensor:

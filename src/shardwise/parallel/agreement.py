@@ -19,6 +19,7 @@ from shardwise.tensor.consistency import check_equal
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import PlainTensorError
 from shardwise.torch_internals.collectives import own_collectives
+from shardwise.torch_internals.graph_calls import call_while_tracing
 
 __all__ = ["check_plain_parameters", "check_same_structure", "read_alike"]
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 _COMPARED = "_shardwise_compared"
 
 
+@call_while_tracing
 def check_plain_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
     """Raise on all ranks alike if a plain parameter, added after the module was parallelized, differs between ranks.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,10 +16,11 @@ from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Placement, Replicate, Shard
 from shardwise.parallel.tree import map_tensors
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 from shardwise.torch_internals.mesh import root_mesh
 from shardwise.torch_internals.subclass import version
 
-__all__ = ["Boundary", "sharing_inputs"]
+__all__ = ["Boundary", "share_inputs", "stop_sharing_inputs"]
 
 Inputs = Literal["keep", "gather", "sequence"]
 Outputs = Literal["keep", "reduce", "gather", "sequence"]
@@ -70,7 +69,7 @@ class Boundary:
         wanted: Placement = Replicate() if self.inputs == "gather" else Shard(1)
         if self.inputs == "sequence" and x.dim() < 3:
             return x
-        return (_shared.get() or _SharedInputs()).get(x, _with_axis(x.sharding, axis, wanted))  # type: ignore[arg-type, attr-defined]
+        return _prepare(x, axis, wanted)  # type: ignore[arg-type]
 
     def _output(self, x: Tensor) -> Tensor:
         if (axis := self._axis(x)) is None:
@@ -94,6 +93,7 @@ class Boundary:
         return None if on is None else on.axis
 
 
+@call_while_tracing
 @lru_cache(maxsize=4096)
 def _lifted(boundary: Boundary, mesh: DeviceMesh) -> Boundary | None:
     name = axes_of(boundary.mesh).names[boundary.axis]
@@ -106,6 +106,7 @@ def _lifted(boundary: Boundary, mesh: DeviceMesh) -> Boundary | None:
 at_simulation_end(_lifted.cache_clear)
 
 
+@call_while_tracing
 @lru_cache(maxsize=4096)
 def _with_axis(layout: Layout, axis: int, placement: Placement) -> Layout:
     placements = list(layout.placements)
@@ -136,14 +137,23 @@ class _SharedInputs:
         return target
 
 
-_shared: ContextVar[_SharedInputs | None] = ContextVar("shardwise_shared_inputs", default=None)
+_shared: ContextVar[tuple[_SharedInputs, Any] | None] = ContextVar("shardwise_shared_inputs", default=None)
 
 
-@contextmanager
-def sharing_inputs() -> Iterator[None]:
-    """Inside the block, modules that get the same tensor prepare it once."""
-    token = _shared.set(_SharedInputs())
-    try:
-        yield
-    finally:
-        _shared.reset(token)
+def share_inputs() -> None:
+    """Have modules that get the same tensor prepare it once, until `stop_sharing_inputs`."""
+    _shared.set((_SharedInputs(), _shared.get()))
+
+
+def stop_sharing_inputs() -> None:
+    """Return to what was before the last `share_inputs`."""
+    shared = _shared.get()
+    _shared.set(None if shared is None else shared[1])
+
+
+@call_in_graph
+def _prepare(x: DTensor, axis: int, placement: Placement) -> DTensor:
+    """An input with a placement on an axis."""
+    layout = _with_axis(x.sharding, axis, placement)
+    shared = _shared.get()
+    return (_SharedInputs() if shared is None else shared[0]).get(x, layout)

@@ -6,29 +6,36 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.backends import mha
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, axes_of, is_simulated
+from shardwise.comm import PerRank, axes_of
 from shardwise.parallel.agreement import check_plain_parameters
-from shardwise.parallel.boundary import Boundary, sharing_inputs
+from shardwise.parallel.boundary import Boundary, share_inputs, stop_sharing_inputs
 from shardwise.parallel.experts import run_experts
 from shardwise.parallel.gradients import watch_gradients
+from shardwise.parallel.loss import count_plain_as_replicated
 from shardwise.parallel.plain import module_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
-from shardwise.plan.settings import current_settings, override_settings
+from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.graph_calls import (
+    ScopedState,
+    call_in_graph,
+    call_while_tracing,
+    guard_state,
+)
 from shardwise.torch_internals.mesh import root_mesh
 
 __all__ = ["boundary_of", "is_parallelized", "wrap_method"]
 
 _BOUNDARY = "_shardwise_boundary"
-_inside: ContextVar[bool] = ContextVar("shardwise_inside_parallelized_module", default=False)
 
 
 def boundary_of(module: nn.Module) -> Boundary | None:
@@ -75,7 +82,7 @@ def _wrapped(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _inside.get():
+        if not _is_inside():
             return _from_outside(method, self, mesh, plain, args, kwargs)
         if boundary is None:
             return original(self, *args, **kwargs)
@@ -123,19 +130,60 @@ def _data_mesh(mesh: DeviceMesh, given: Sequence[Tensor]) -> DeviceMesh:
     return max([mesh, *larger], key=lambda m: m.ndim)
 
 
+@call_while_tracing
+def _is_inside() -> bool:
+    return _inside.get() is not None
+
+
+class _Outside(NamedTuple):
+    """What a scope restores, and the scope around it."""
+
+    fused: bool
+    outer: _Outside | None
+
+
+_inside: ContextVar[_Outside | None] = ContextVar("shardwise_inside_parallelized_module", default=None)
+
+
 @contextmanager
 def _scope() -> Iterator[None]:
     """Inside the block plain tensors count as replicated; a simulation and `policy(plain="check")` compare them.
 
     torch's fused inference kernels of whole attention and encoder layers are off: they would need all weights on each rank.
     """
-    compare = is_simulated() or current_settings().plain == "check"
-    fused = mha.get_fastpath_enabled()
-    token = _inside.set(True)
-    mha.set_fastpath_enabled(False)
+    _enter()
     try:
-        with override_settings(plain="check" if compare else "replicate"), sharing_inputs():
-            yield
+        yield
     finally:
+        _leave()
+
+
+@partial(call_in_graph, changes_state=True)
+def _enter() -> None:
+    _inside.set(_Outside(mha.get_fastpath_enabled(), _inside.get()))
+    mha.set_fastpath_enabled(False)
+    count_plain_as_replicated()
+    share_inputs()
+
+
+@partial(call_in_graph, changes_state=True)
+def _leave() -> None:
+    before = _inside.get()
+    if before is not None:
+        stop_sharing_inputs()
+        pop_settings()
+        mha.set_fastpath_enabled(before.fused)
+        _inside.set(before.outer)
+
+
+def _save() -> Callable[[], None]:
+    before, fused = _inside.get(), mha.get_fastpath_enabled()
+
+    def restore() -> None:
+        _inside.set(before)
         mha.set_fastpath_enabled(fused)
-        _inside.reset(token)
+
+    return restore
+
+
+guard_state(ScopedState(_is_inside, _save))

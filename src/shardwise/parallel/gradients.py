@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +21,7 @@ from shardwise.torch_internals.autograd import (
     has_accumulation_hooks,
     restore_hooks,
 )
+from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 
 __all__ = ["watch_gradient", "watch_gradients"]
 
@@ -30,6 +32,7 @@ _MOST = 1 << 24
 """So many bytes per rank are reduced together at most, since a buffer holds all of them."""
 
 
+@call_while_tracing
 def watch_gradients(module: nn.Module) -> None:
     """Watch the gradients of all parameters of a module that require one and are not watched yet.
 
@@ -51,24 +54,27 @@ def watch_gradient(p: Tensor) -> None:
     """
     # the id, because a copy has the attributes of the original and none of its hooks
     setattr(p, _WATCHED, id(p))
-    hook = _Reduce(p.sharding) if isinstance(p, DTensor) else _plain_gradient
+    hook = _reduce(p.sharding) if isinstance(p, DTensor) else _plain_gradient
     if hook not in restore_hooks(p):
         p.register_hook(hook)
 
 
-@dataclass(frozen=True)
-class _Reduce:
-    """Redistributes a gradient to a layout, or leaves it pending until the end of the backward pass."""
+@lru_cache(maxsize=4096)
+def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
+    """A hook that redistributes a gradient to a layout, or leaves it pending until the end of the backward pass.
 
-    layout: Layout
+    One function per layout: hooks are compared, and compilers trace functions rather than objects.
+    """
+    return lambda grad: _settle(grad, layout)
 
-    def __call__(self, grad: Tensor) -> Tensor:
-        target = self.layout
-        if not isinstance(grad, DTensor) or grad.sharding is target or grad.is_sparse:
-            return grad
-        if grad.shape != torch.Size(target.shape):
-            return grad
-        return grad if _postpone(grad, target) else grad.redistribute(placements=target.placements)
+
+@call_in_graph
+def _settle(grad: Tensor, layout: Layout) -> Tensor:
+    if not isinstance(grad, DTensor) or grad.sharding is layout or grad.is_sparse:
+        return grad
+    if grad.shape != torch.Size(layout.shape):
+        return grad
+    return grad if _postpone(grad, layout) else grad.redistribute(placements=layout.placements)
 
 
 def _postpone(grad: DTensor, target: Layout) -> bool:

@@ -41,7 +41,8 @@ def linear(self: nn.Linear, input: Tensor) -> Tensor:
     w: Any = self.weight
     b: Any = self.bias
     if (
-        type(x) is DTensor
+        not torch.compiler.is_compiling()
+        and type(x) is DTensor
         and type(w) is DTensor
         and torch.is_grad_enabled()
         and (b is None or type(b) is DTensor)
@@ -58,7 +59,6 @@ def _is_special(x: Tensor, w: Tensor) -> bool:
         type(x._local_tensor) is PerRank  # type: ignore[attr-defined]
         or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type))
         or transforms_are_active()
-        or torch.compiler.is_compiling()
         or has_tangent(x)
         or has_tangent(w)
     )

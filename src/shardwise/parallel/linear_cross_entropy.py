@@ -10,7 +10,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.graph_calls import call_while_tracing
 
 __all__ = ["linear_cross_entropy"]
 
@@ -94,18 +96,20 @@ def _recomputed(fn: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _chunking(x: Tensor, chunk_size: int) -> tuple[int, int]:
-    """The dim of the tokens to cut, and into how many chunks.
+    """The dim of the tokens to cut, and into how many chunks."""
+    return _choose_chunks(tuple(x.shape), x.sharding if isinstance(x, DTensor) else None, chunk_size)
 
-    A dim that no axis splits, the largest: cutting it sends nothing.
-    """
-    splits = [1] * (x.dim() - 1)
-    if isinstance(x, DTensor):
-        layout = x.sharding
+
+@call_while_tracing
+def _choose_chunks(shape: tuple[int, ...], layout: Layout | None, chunk_size: int) -> tuple[int, int]:
+    """A dim that no axis splits, the largest, since cutting it sends nothing; and the number of chunks."""
+    splits = [1] * (len(shape) - 1)
+    if layout is not None:
         splits = [math.prod(layout.axes.sizes[a] for f in dim for a in f.axes) for dim in layout.dims[:-1]]
-    tokens = math.prod(x.shape[:-1]) // math.prod(splits)
+    tokens = math.prod(shape[:-1]) // math.prod(splits)
     whole = [d for d, n in enumerate(splits) if n == 1]
-    dim = max(whole or range(x.dim() - 1), key=lambda d: x.shape[d])
-    return dim, max(1, min(x.shape[dim], -(-tokens // chunk_size)))
+    dim = max(whole or range(len(shape) - 1), key=lambda d: shape[d])
+    return dim, max(1, min(shape[dim], -(-tokens // chunk_size)))
 
 
 def _count(target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:

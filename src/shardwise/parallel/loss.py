@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from shardwise.comm import is_simulated
-from shardwise.plan.settings import current_settings, override_settings
+from shardwise.plan.settings import current_settings, pop_settings, push_settings
+from shardwise.torch_internals.graph_calls import call_in_graph
 
-__all__ = ["loss_parallel"]
+__all__ = ["count_plain_as_replicated", "loss_parallel"]
 
 
 @contextmanager
@@ -27,6 +29,15 @@ def loss_parallel() -> Iterator[None]:
     ...         print(torch.nn.functional.cross_entropy(logits, torch.tensor([0, 3, 1])).item())
     1.3862943649291992
     """
-    compare = is_simulated() or current_settings().plain == "check"
-    with override_settings(plain="check" if compare else "replicate"):
+    count_plain_as_replicated()
+    try:
         yield
+    finally:
+        pop_settings()
+
+
+@partial(call_in_graph, changes_state=True)
+def count_plain_as_replicated() -> None:
+    """Have plain tensors count as replicated until `pop_settings`, compared where that is asked for or costs nothing."""
+    compare = is_simulated() or current_settings().plain == "check"
+    push_settings(plain="check" if compare else "replicate")

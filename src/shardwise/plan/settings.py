@@ -28,6 +28,9 @@ __all__ = [
     "forget_decisions",
     "fresh_routes",
     "override_settings",
+    "pop_settings",
+    "push_settings",
+    "restore_settings",
     "share_with_other_threads",
 ]
 
@@ -79,6 +82,13 @@ class Settings:
     decisions: Decisions
     routes: dict[int, Any]
     reuse: int  # bytes
+    outer: Settings | None = None
+    was_set: bool = True  # whether the thread had settings of its own before
+
+    @property
+    def key(self) -> tuple[Implicit, Plain, CostModel, bool]:
+        """What decisions depend on."""
+        return self.implicit, self.plain, self.decisions.model, self.decisions.traced
 
 
 _default = _decisions_for(DEFAULT_COSTS, False)
@@ -122,19 +132,46 @@ def override_settings(
     reuse: int | None = None,
 ) -> Iterator[None]:
     """Change some settings inside the block; what is not given stays as it is outside."""
+    push_settings(implicit, plain, model, traced, reuse)
+    try:
+        yield
+    finally:
+        pop_settings()
+
+
+def push_settings(
+    implicit: Implicit | None = None,
+    plain: Plain | None = None,
+    model: CostModel | None = None,
+    traced: bool | None = None,
+    reuse: int | None = None,
+) -> None:
+    """Change some settings, until `pop_settings`. For context managers, which compiled code takes apart."""
     outer = current_settings()
     decisions = outer.decisions
     if model is not None or traced is not None:
         decisions = _decisions_for(model or decisions.model, decisions.traced if traced is None else traced)
     kept = outer.reuse if reuse is None else reuse
-    inner = Settings(implicit or outer.implicit, plain or outer.plain, decisions, decisions.routes, kept)
-    token = active.set(inner)
-    _publish(inner)
-    try:
-        yield
-    finally:
-        active.reset(token)
-        _publish(outer)
+    _push(implicit or outer.implicit, plain or outer.plain, decisions, kept)
+
+
+def _push(implicit: Implicit, plain: Plain, decisions: Decisions, reuse: int) -> None:
+    outer, was_set = current_settings(), active.get() is not None
+    restore_settings(Settings(implicit, plain, decisions, decisions.routes, reuse, outer, was_set))
+
+
+def pop_settings() -> None:
+    """Return to the settings before the last `push_settings`."""
+    inner = current_settings()
+    outer = inner.outer or _DEFAULT
+    active.set(outer if inner.was_set else None)
+    _publish(outer)
+
+
+def restore_settings(settings: Settings) -> None:
+    """Use the settings that were in force at another time."""
+    active.set(settings)
+    _publish(settings)
 
 
 @contextmanager
@@ -143,14 +180,11 @@ def fresh_routes() -> Iterator[None]:
     outer = current_settings()
     decisions = Decisions(outer.decisions.model, outer.decisions.traced)
     decisions.plans = outer.decisions.plans
-    inner = Settings(outer.implicit, outer.plain, decisions, decisions.routes, 0)
-    token = active.set(inner)
-    _publish(inner)
+    _push(outer.implicit, outer.plain, decisions, 0)
     try:
         yield
     finally:
-        active.reset(token)
-        _publish(outer)
+        pop_settings()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from shardwise.plan.settings import share_with_other_threads
 from shardwise.random.stream import follow_torch_seed, follow_torch_state, snapshot
 from shardwise.tensor.construct import rebuild
 from shardwise.tensor.dtensor import DTensor, implementation
+from shardwise.tensor.graph_functions import support_compile
 from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
@@ -20,6 +21,7 @@ implementation.to_layout = to_layout
 implementation.index_of = replicated_index
 implementation.rebuild = rebuild
 allow_loading()
+support_compile()
 watch_torch_seeding(on_seed=follow_torch_seed, save=snapshot, restore=follow_torch_state)
 share_with_other_threads(
     lambda settings: publish_object("shardwise", settings), lambda: inherited_object("shardwise")

@@ -41,6 +41,7 @@ class Implementation:
     to_layout: Callable[[DTensor, Layout], DTensor]
     index_of: Callable[[DTensor, Any], Any]
     rebuild: Callable[..., DTensor]
+    stable_hash: Callable[[DTensor], str]
 
 
 implementation = Implementation()
@@ -278,6 +279,9 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     ) -> DTensor:
         spec, requires_grad = context
         return cls(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        return implementation.stable_hash(self)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The gradient in the layout that compiled code assumes before it has seen one: without pending reductions."""

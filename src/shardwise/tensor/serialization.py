@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank
 from shardwise.layout import Axes, Factor, Layout, Spec
+from shardwise.layout.spec import restore_spec
 from shardwise.tensor.construct import rebuild
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.serialization import mesh_layout_classes
@@ -17,5 +18,16 @@ __all__ = ["allow_loading"]
 def allow_loading() -> None:
     """Declare the classes of a saved DTensor safe to load; none of them executes what it is given."""
     torch.serialization.add_safe_globals(
-        [DTensor, rebuild, Spec, Layout, Axes, Factor, PerRank, DeviceMesh, *mesh_layout_classes()]
+        [
+            DTensor,
+            rebuild,
+            Spec,
+            restore_spec,
+            Layout,
+            Axes,
+            Factor,
+            PerRank,
+            DeviceMesh,
+            *mesh_layout_classes(),
+        ]
     )

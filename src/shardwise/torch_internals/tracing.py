@@ -9,6 +9,7 @@ import torch
 import torch._C._dynamo.eval_frame as eval_frame
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TRACED_CALL",
     "TorchDispatchMode",
+    "break_graph",
     "is_recorded",
     "is_recorded_block",
     "is_recording",
@@ -54,7 +56,7 @@ def is_recorded(block: Tensor) -> bool:
     >>> is_recorded(torch.ones(1))
     False
     """
-    return isinstance(block, FakeTensor) or get_proxy_mode() is not None
+    return isinstance(block, FakeTensor | FunctionalTensor) or get_proxy_mode() is not None
 
 
 def is_recorded_block(mode: Any, block: Tensor) -> bool:
@@ -76,6 +78,14 @@ def needs_concrete_values(func: Any) -> Exception:
     'DataDependentOutputException'
     """
     return DataDependentOutputException(func)
+
+
+def break_graph() -> None:
+    """In code that is being compiled: end the graph here and run what follows eagerly.
+
+    >>> break_graph()
+    """
+    torch._dynamo.graph_break()
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.passes import GROUPS
 from shardwise.parallel.data.state import STATE, State, groups_in, modules_in, required_state, state_of
+from shardwise.parallel.data.traced import call_traced
 
 __all__ = [
     "FSDPModule",
@@ -51,6 +53,8 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = required_state(self)
+        if torch.compiler.is_dynamo_compiling():
+            return call_traced(state, super().__call__, args, kwargs)  # type: ignore[misc]
         return state.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

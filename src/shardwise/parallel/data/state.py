@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import PerRank, axes_of, is_simulated
+from shardwise.comm import PerRank, axes_of
 from shardwise.parallel.data.group import Group, forget_interrupted_passes
 from shardwise.parallel.data.passes import (
     BeginBackward,
@@ -22,12 +22,12 @@ from shardwise.parallel.data.passes import (
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
-from shardwise.plan.settings import current_settings, override_settings
+from shardwise.parallel.loss import loss_parallel
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.pytree import flatten
 
-__all__ = ["STATE", "State", "groups_in", "modules_in", "required_state", "state_of"]
+__all__ = ["STATE", "State", "cast_tensors", "groups_in", "modules_in", "required_state", "state_of"]
 
 
 class State:
@@ -105,7 +105,7 @@ class State:
                 group.enter()
                 entered.append(group)
             if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-                args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+                args, kwargs = cast_tensors((args, kwargs), self.policy.param_dtype)
             out = fn(*args, **kwargs)
         except BaseException:
             self._left = 0
@@ -115,7 +115,7 @@ class State:
         frees = self._frees()
         for group in entered:
             group.leave(free=frees)
-        return out if self.policy.output_dtype is None else _cast(out, self.policy.output_dtype)
+        return out if self.policy.output_dtype is None else cast_tensors(out, self.policy.output_dtype)
 
     def _check_materialized(self, args: Any) -> None:
         """Raise if a parameter is on the meta device and an argument is not."""
@@ -151,8 +151,7 @@ def _plain_tensors(now: Pass) -> AbstractContextManager[object]:
     """If the data are DTensors, plain tensors count as replicated, as in a parallelized module; a simulation compares them."""
     if not now.on_whole_mesh:
         return nullcontext()
-    compare = is_simulated() or current_settings().plain == "check"
-    return override_settings(plain="check" if compare else "replicate")
+    return loss_parallel()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
@@ -162,7 +161,8 @@ def _differentiable(tree: Any) -> list[Tensor]:
     return [t for t in plain if isinstance(t, Tensor) and t.grad_fn is not None]
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
+    """A tree with its floating-point tensors in a dtype."""
     leaves, rebuild = flatten(tree)
     return rebuild([_cast_tensor(x, dtype) if isinstance(x, Tensor) else x for x in leaves])
 

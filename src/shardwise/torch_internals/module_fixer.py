@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ModuleFixer"]
+__all__ = ["ModuleFixer", "after_import"]
 
 
 class ModuleFixer(MetaPathFinder):
@@ -59,3 +59,16 @@ class _FixingLoader(Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def after_import(name: str, fix: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module after it is loaded, or now if it is.
+
+    >>> seen = []
+    >>> after_import("sys", lambda module: seen.append(module.__name__))
+    >>> seen
+    ['sys']
+    """
+    fixer = ModuleFixer({name: fix})
+    sys.meta_path.insert(0, fixer)
+    fixer.fix_loaded()

@@ -1,0 +1,70 @@
+"""What `torch.compile` sees of this room: functions that its graphs call, and values that are constants in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Axes, Layout, MaskPartial, Partial, Replicate, Shard, Spec, StridedShard
+from shardwise.plan.settings import current_settings, pop_settings, push_settings, restore_settings
+from shardwise.tensor.dtensor import DTensor, implementation
+from shardwise.tensor.indexing import replicated_index
+from shardwise.tensor.local import from_local, to_local
+from shardwise.tensor.redistribute import redistribute, to_layout
+from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_by_metadata, guard_state
+from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
+from shardwise.torch_internals.tangents import accept_plain_tangents
+
+__all__ = ["support_compile"]
+
+
+def support_compile() -> None:
+    """Register them."""
+    for placement in (Shard, StridedShard, Replicate, Partial, MaskPartial):
+        register_value(placement)
+    register_value(Axes)
+    register_value(Layout, lambda layout: f"{layout} on {layout.axes}")
+    register_value(Spec, _spec_text)
+    for function in (from_local, to_local, redistribute, to_layout, replicated_index, redistribute_many):
+        call_in_graph(function)
+    for effect in (push_settings, pop_settings):
+        call_in_graph(effect, changes_state=True)
+    accept_plain_tangents(DTensor, _tangent)
+    guard_by_metadata(DTensor)
+    Spec.live_mesh = staticmethod(live_mesh)
+    implementation.stable_hash = _stable_hash
+    guard_state(ScopedState(settings_key, _save_settings))
+
+
+def _tangent(plain: Tensor, context: tuple[Spec, bool]) -> DTensor:
+    """A plain gradient of a DTensor that compiled code returned: it counts as replicated, as in any backward pass."""
+    spec = context[0]
+    with torch.no_grad():
+        full = from_local(plain, spec.mesh, None, False, None, None, grad_placements=None)
+        return to_layout(full, spec.layout)
+
+
+def _stable_hash(x: DTensor) -> str:
+    """What compiled code of this rank depends on, beside the program: for caches that ranks and processes share."""
+    block = x._local_tensor
+    form = (tuple(block.shape), block.stride(), block.storage_offset(), block.device, block.is_contiguous())
+    return stable_hash(_spec_text(x._spec), str(x.requires_grad), str(form), str(settings_key()))
+
+
+def settings_key() -> Any:
+    """What decisions of this thread depend on, beside the call that is decided."""
+    return current_settings().key
+
+
+def _save_settings() -> Callable[[], None]:
+    settings = current_settings()
+    return lambda: restore_settings(settings)
+
+
+def _spec_text(spec: Spec) -> str:
+    mesh = describe_constant(spec.mesh)
+    return f"{spec} stride {spec.stride} units {spec.units} on {mesh}"
