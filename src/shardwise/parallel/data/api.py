@@ -129,6 +129,11 @@ def apply_layouts(
     for module in {id(m): m for m in (*modules, *called)}.values():
         make_data_parallel(module, state, prefix)
     mark_recomputed(modules, groups)
+    for module in modules:
+        for path, inner in module.named_modules():
+            if (theirs := state_of(inner)) is not None and theirs is not state:
+                for group in theirs.groups:
+                    group.set_path(f"{name}.{path}")
     every = [group for m in modules for group in groups_in(m, recurse=True)]
     layouts = [slot.layout for group in every for slot in group.slots]
     state.axes = frozenset(name for on in layouts for name in axes_of(on.mesh).names_of(on.data))

@@ -6,6 +6,7 @@ import copy
 import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ from shardwise.torch_internals.subclass import mark_parameter
 __all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_order = itertools.count()
+_numbers: Counter[tuple[int, ...]] = Counter()  # of groups, by the ranks of their mesh
 _MOST_REDUCTIONS = 1  # that run at the same time; each holds the unreduced gradients of a group
 
 
@@ -40,7 +42,7 @@ class Group(GroupGradients):
 
     Attributes:
         name: the name of the module in messages.
-        number: its number among all groups, in the order in which they were created.
+        label: the same with its place in the model and its first parameter; different for the groups of a mesh.
         slots: the parameters.
         mesh: the mesh of the collectives.
         is_moved: whether a parameter is computed with in another layout than it is stored in.
@@ -71,8 +73,14 @@ class Group(GroupGradients):
         self.most_reductions = _MOST_REDUCTIONS
         self._reset()
         self.reduction = Reduction(policy.reduce_dtype)
-        self.number = next(_numbers)
-        _groups[self.number] = self
+        self._number = _numbers[ranks := tuple(self.mesh.mesh.flatten().tolist())]
+        _numbers[ranks] += 1
+        self.set_path(name)
+        _groups[next(_order)] = self
+
+    def set_path(self, path: str) -> None:
+        """Set the place of the module in the model, for messages."""
+        self.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
 
     def _is_on_device(self) -> bool:
         """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
@@ -102,8 +110,9 @@ class Group(GroupGradients):
         out._reset()
         out.reduction = copy.copy(self.reduction)
         out.reduction.forget()
-        out.number = next(_numbers)
-        _groups[out.number] = out
+        # without a number: a rank may have more copies than others
+        out.label = f"a copy of {self.label.removeprefix('a copy of ')}"
+        _groups[next(_order)] = out
         return out
 
     # ---- gathering
@@ -128,7 +137,7 @@ class Group(GroupGradients):
             return
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
-        self.gathered.start(self.slots, self.mesh, self.policy.param_dtype)
+        self.gathered.start(self)
 
     def gather(self) -> list[Tensor]:
         """The gathered blocks."""
@@ -136,7 +145,7 @@ class Group(GroupGradients):
             return [slot.block(slot.param) for slot in self.slots]
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
-        return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
+        return self.gathered.wait(self)
 
     def gather_in_order(self, order: Order[Group], direction: str) -> list[Tensor]:
         """The gathered blocks, beginning to gather what was needed next in the previous pass."""

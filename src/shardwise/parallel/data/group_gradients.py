@@ -40,7 +40,7 @@ class GroupGradients(ABC):
     reduce_unused: bool
     most_reductions: int
     name: str
-    number: int
+    label: str
     _accumulated: dict[int, Tensor]
     _pass: Pass | None
 
@@ -51,11 +51,6 @@ class GroupGradients(ABC):
     @abstractmethod
     def _take_part(self, backward: Backward) -> None:
         """Be told when this backward pass ends."""
-
-    @property
-    def label(self) -> str:
-        """The name of the module and of its first parameter, for messages."""
-        return f"{self.name} ({self.slots[0].name}, …), group {self.number}"
 
     def reduction_plans(self) -> list[GroupedPlan]:
         """The plans that reduce the gradients of all parameters that have one, in each bucket."""
@@ -115,7 +110,7 @@ class GroupGradients(ABC):
         compare_ranks(self.mesh, f"reduce {len(given)} gradients of {self.label}")
         while len(running) >= self.most_reductions:
             running.pop(0).wait()
-        reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
+        reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given, self.label)
         if pending is not None and not pending.is_complete:
             running.append(pending)
         return reduced, finish

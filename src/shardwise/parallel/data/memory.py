@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.parallel.data.saved import Owner, forget_blocks, register_blocks
+from shardwise.parallel.data.policy import MixedPrecisionPolicy
+from shardwise.parallel.data.saved import BlockOwner, forget_blocks, register_blocks
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
@@ -31,6 +32,15 @@ def gather_plan(slots: Sequence[Slot], param_dtype: torch.dtype | None) -> Group
     return plan_redistribute_many(
         Item(slot.stored, slot.computed, compute_dtype(slot, param_dtype)) for slot in slots
     )
+
+
+class Owner(BlockOwner, Protocol):
+    """What has gathered blocks: a group of parameters, whose class describes these attributes."""
+
+    label: str
+    slots: list[Slot]
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
 
 
 class _Gathered(NamedTuple):
@@ -70,12 +80,13 @@ class GatheredBlocks:
         """The stamp of the parameters when they were gathered."""
         return None if self._here is None else self._here.stamp
 
-    def start(self, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+    def start(self, owner: Owner) -> None:
         """Begin to gather, unless it has begun."""
         if torch.is_inference_mode_enabled():  # a pass outside of it may use the same blocks
             with torch.inference_mode(False), torch.no_grad():
-                self.start(slots, mesh, param_dtype)
+                self.start(owner)
             return
+        slots, mesh, param_dtype = owner.slots, owner.mesh, owner.policy.param_dtype
         stamp: tuple[object, ...] = tuple([slot.stamp() for slot in slots])
         if stamp == self._last:
             stamp = self._last
@@ -97,19 +108,17 @@ class GatheredBlocks:
                 blocks.append(block if same else block.to(device=device, dtype=dtype))
             if self._kept is not None:
                 _, smaller, kept = self._kept
-                pending = smaller.start_gathering(kept, blocks)
+                pending = smaller.start_gathering(kept, blocks, owner.label)
             else:
-                pending = start_moving_blocks(gather_plan(slots, param_dtype), blocks, mesh)
+                pending = start_moving_blocks(gather_plan(slots, param_dtype), blocks, mesh, owner.label)
             self._coming = (stamp, pending)
 
-    def wait(
-        self, owner: Owner, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None
-    ) -> list[Tensor]:
+    def wait(self, owner: Owner) -> list[Tensor]:
         """The gathered blocks of the parameters as they are now."""
         if torch.is_inference_mode_enabled():  # as in `start`
             with torch.inference_mode(False), torch.no_grad():
-                return self.wait(owner, slots, mesh, param_dtype)
-        self.start(slots, mesh, param_dtype)
+                return self.wait(owner)
+        self.start(owner)
         if self._here is None and self._coming is not None:
             (stamp, coming), self._coming = self._coming, None
             blocks = coming.wait()

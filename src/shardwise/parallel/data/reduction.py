@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, lifted, per_rank
 from shardwise.layout import Layout
@@ -63,11 +62,11 @@ class Reduction:
         return list(self._kept)
 
     def start(
-        self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
+        self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor], label: str
     ) -> tuple[list[int], Finish, PendingBlocks | None]:
         """Begin to reduce gradients; returns the slots that will have one, and what completes those of the stored parameters.
 
-        The order of `grads` must be the same on all ranks.
+        The order of `grads` must be the same on all ranks. `label` names the group.
         """
         mesh = next(iter(slots.values())).mesh
         kept = {i: self._kept.pop(i) for i in slots if i in self._kept}
@@ -77,13 +76,13 @@ class Reduction:
         else:
             given = {i: self._gradient(slots[i], g) for i, g in grads.items()}
             if not self.all_reduce or kept:
-                given = self._scattered(slots, given, kept, mesh)
+                given = self._scattered(slots, given, kept, label)
                 if not self.all_reduce:
                     self._kept |= given
                     return [], lambda params: [], None
             items = tuple(Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items())
             order, blocks = list(given), [g.block for g in given.values()]
-        pending = start_moving_blocks(plan_redistribute_many(items), blocks, mesh)
+        pending = start_moving_blocks(plan_redistribute_many(items), blocks, mesh, label)
         if self.hook is not None:
             pending = _hooked(pending, self.hook, self.divisor)
         return order, self._finish([slots[i] for i in order], pending), pending
@@ -122,7 +121,7 @@ class Reduction:
         slots: Mapping[int, Slot],
         given: Mapping[int, _Gradient],
         before: Mapping[int, _Gradient],
-        mesh: DeviceMesh,
+        label: str,
     ) -> dict[int, _Gradient]:
         """Gradients reduced over the axes that split parameters, with the partial sums of earlier passes added."""
         targets = {}
@@ -133,7 +132,8 @@ class Reduction:
             }
             targets[i] = stored.with_partial(left)
         plan = plan_redistribute_many(Item(g.layout, targets[i], g.block.dtype) for i, g in given.items())
-        found = move_blocks(plan, [g.block for g in given.values()], mesh) if given else []
+        mesh = next(iter(slots.values())).mesh
+        found = move_blocks(plan, [g.block for g in given.values()], mesh, label) if given else []
         out = {i: _Gradient(b, targets[i]) for i, b in zip(given, found, strict=True)}
         for i, kept in before.items():
             if i in out:
