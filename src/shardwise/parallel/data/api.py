@@ -15,6 +15,7 @@ from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionP
 from shardwise.parallel.data.shard import (
     Choice,
     check_modules,
+    check_policies,
     copy_from_first_rank,
     data_axes,
     default_mesh,
@@ -119,6 +120,7 @@ def apply_layouts(
     plain: bool = False,
 ) -> State:
     """Make modules data-parallel whose parameters form one group for each mesh, and return what they share."""
+    check_policies(policy, offload, "A data-parallel module")
     slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy, plain)
     name = type(modules[0]).__name__
     groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]

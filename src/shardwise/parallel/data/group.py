@@ -80,6 +80,7 @@ class Group(GroupGradients):
 
     def set_path(self, path: str) -> None:
         """Set the place of the module in the model, for messages."""
+        self.path = path
         self.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
 
     def _is_on_device(self) -> bool:
@@ -97,7 +98,7 @@ class Group(GroupGradients):
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
         self._needed_in: Backward | None = None
-        self.is_pinned = False  # by unshard(), until reshard()
+        self.is_pinned = False  # by unshard(), until the blocks are freed
         self.backward_order: Order[Group] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -162,13 +163,12 @@ class Group(GroupGradients):
         return blocks
 
     def free(self) -> None:
-        """Free the gathered blocks, unless unshard() was called."""
-        if not self.is_pinned:
-            if self._recomputes:
-                self._restore()
-            if not self.is_in_place:
-                self._tensors = None
-                self.gathered.free()
+        """Free the gathered blocks, and let the modules have the stored parameters."""
+        self.is_pinned = False
+        self._restore()
+        if not self.is_in_place:
+            self._tensors = None
+            self.gathered.free()
 
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
         """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
@@ -268,13 +268,13 @@ class Group(GroupGradients):
     def leave(self, free: bool) -> None:
         """Let the modules have the stored parameters again."""
         self._depth -= 1
-        self._restore()
-        if self._depth == 0 and free and not in_backward():
-            if self.smaller is not None and torch.is_grad_enabled() and not self.is_pinned:
-                self._tensors = None
-                self.gathered.shrink(self.smaller)
-            else:
-                self.free()
+        if self._depth or not free or in_backward():
+            self._restore()
+            return
+        if self.smaller is not None and torch.is_grad_enabled():
+            self._tensors = None
+            self.gathered.shrink(self.smaller)
+        self.free()
 
     def pin(self) -> None:
         """Let the modules have the gathered tensors until `unpin`."""
@@ -286,7 +286,6 @@ class Group(GroupGradients):
     def unpin(self) -> None:
         """Let the modules have the stored parameters, and free the gathered blocks."""
         self.is_pinned = False
-        self._restore()
         if self._depth == 0:
             self.free()
 
@@ -333,10 +332,11 @@ class Group(GroupGradients):
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
         self._needed_in = None
-        if self._recomputes:
-            self._restore()
+        if self.reshard_after_backward:
+            self.is_pinned = False
+        self._restore()
         self.gathered.drop_kept()
-        if self.reshard_after_backward and not self.is_pinned and not self.is_in_place:
+        if self.reshard_after_backward and not self.is_in_place:
             self._tensors = None
             self.gathered.drop_all()
 

@@ -46,7 +46,7 @@ class GroupGradients(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Free the gathered blocks, unless unshard() was called."""
+        """Free the gathered blocks, and let the modules have the stored parameters."""
 
     @abstractmethod
     def _take_part(self, backward: Backward) -> None:
@@ -69,7 +69,9 @@ class GroupGradients(ABC):
         backward = current_backward_pass()
         if backward is not None:
             self._take_part(backward)
-        given = {i: g for i, g in zip(slots, grads, strict=True) if g is not None}
+        given = {
+            i: g.to_dense() if g.is_sparse else g for i, g in zip(slots, grads, strict=True) if g is not None
+        }
         if not self.sync or self._accumulated:
             for i, grad in given.items():
                 self._accumulate(i, grad)

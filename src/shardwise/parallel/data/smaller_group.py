@@ -120,7 +120,8 @@ def _innermost(
             total *= sizes[a]
         raise LayoutError(
             f"{what} got reshard_after_forward={size} for parameters that are split over {total} ranks.",
-            why="As a number it is the size of the groups in which parameters stay gathered, which divide the ranks evenly.",
+            why="If passing reshard_after_forward as an int, it should be a factor of "
+            f"{total}, not {size}: the size of the groups in which parameters stay gathered.",
             fix=f"Pass a divisor of {total}, or True to keep them split over all ranks.",
         )
     return tuple(whole), None
