@@ -621,9 +621,17 @@ def test_bad_input():
         three = sw.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
         for call, error, text in [
             (lambda: fully_shard([], mesh=mesh), ValueError, "empty list"),
-            (lambda: fully_shard(build("mlp"), mesh=other, mp_policy=torch.half), TypeError, "mp_policy=torch"),
+            (
+                lambda: fully_shard(build("mlp"), mesh=other, mp_policy=torch.half),
+                TypeError,
+                "mp_policy=torch",
+            ),
             (lambda: MixedPrecisionPolicy(param_dtype="bf16"), ValueError, "param_dtype='bf16'"),
-            (lambda: fully_shard(build("mlp"), mesh=other).set_gradient_divide_factor(0), ValueError, "got 0"),
+            (
+                lambda: fully_shard(build("mlp"), mesh=other).set_gradient_divide_factor(0),
+                ValueError,
+                "got 0",
+            ),
             (lambda: fully_shard([twice := build("mlp"), twice], mesh=mesh), RuntimeError, "called twice"),
             (lambda: fully_shard(build("mlp"), mesh=mesh, reshard_after_forward="no"), ValueError, "'no'"),
             (

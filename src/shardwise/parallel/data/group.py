@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.agreement import compare_ranks
 from shardwise.parallel.data.connect import Reduce, connected_tensors, joined
-from shardwise.parallel.data.group_gradients import GroupGradients, running
+from shardwise.parallel.data.group_gradients import GroupGradients, running, unreduced
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
@@ -26,6 +26,7 @@ from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
+from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.subclass import mark_parameter
 
@@ -296,12 +297,7 @@ class Group(GroupGradients):
         """
         grad, whole = torch.is_grad_enabled(), now is not None and now.on_whole_mesh
         if self.is_in_place:
-            key: _Key = (
-                grad,
-                whole,
-                [p.requires_grad for p in params],
-                [*map(Slot.address, self.slots, params)],
-            )
+            key: _Key = (grad, whole, [p.requires_grad for p in params], self._addresses(params))
         else:
             key = (grad, now)
         last = self._tensors
@@ -311,6 +307,12 @@ class Group(GroupGradients):
                 blocks = self.gather()
                 self._tensors = last = _Tensors(key, self._tensors_of(params, blocks, whole), blocks)
         return last.tensors
+
+    def _addresses(self, params: Sequence[Any]) -> list[int]:
+        """Numbers that change when the memory of stored parameters is replaced, as long as their blocks are held."""
+        if isinstance(params[0], DTensor):
+            return [id(p._local_tensor) for p in params]
+        return [p.data_ptr() or id(p.dtype) for p in params]  # an empty tensor has no address
 
     def _tensors_of(self, params: Sequence[Tensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
@@ -401,7 +403,9 @@ def _every_group() -> list[Group]:
 
 def _reduce_accumulated() -> None:
     """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
-    for group in _every_group():
-        group.reduce_accumulated()
+    if unreduced:
+        for group in _every_group():
+            group.reduce_accumulated()
+        unreduced.difference_update([g for g in unreduced if not g.keeps_gradients])
     while running:  # they would keep gradients alive
         running.pop(0).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -21,10 +22,12 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.redistribute_many import PendingBlocks
 
-__all__ = ["GroupGradients", "running"]
+__all__ = ["GroupGradients", "running", "unreduced"]
 
 running: list[PendingBlocks] = []
 """The reductions that have begun and not ended, of all groups."""
+unreduced: weakref.WeakSet[GroupGradients] = weakref.WeakSet()
+"""The groups that have kept gradients of a backward pass for a later one."""
 
 
 class GroupGradients(ABC):
@@ -75,6 +78,7 @@ class GroupGradients(ABC):
         if not self.sync or self._accumulated:
             for i, grad in given.items():
                 self._accumulate(i, grad)
+            unreduced.add(self)
             given = (
                 {i: self._accumulated.pop(i) for i in slots if i in self._accumulated} if self.sync else {}
             )
@@ -113,9 +117,16 @@ class GroupGradients(ABC):
         while len(running) >= self.most_reductions:
             running.pop(0).wait()
         reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given, self.label)
+        if not self.reduction.all_reduce:
+            unreduced.add(self)
         if pending is not None and not pending.is_complete:
             running.append(pending)
         return reduced, finish
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether there are gradients that are not reduced, or not over all axes."""
+        return bool(self._accumulated or self.reduction.keeps)
 
     def reduce_accumulated(self) -> None:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""

@@ -124,12 +124,6 @@ class Slot:
         plain: Tensor = param.detach()
         return PerRank(dict.fromkeys(members_of(self.mesh), plain)) if is_simulated() else plain
 
-    def address(self, param: Any) -> int:
-        """A number that changes when the memory of the stored parameter is replaced, as long as its block is held."""
-        if self._is_distributed:
-            return id(param._local_tensor)
-        return param.data_ptr() or id(param.dtype)  # an empty tensor has no address
-
     def wrap(self, block: Tensor, dtype: torch.dtype) -> Tensor:
         """A block in the form of the stored parameter, as its gradient."""
         if self._is_distributed:

@@ -44,9 +44,7 @@ class SmallerGroup:
         parts = move_blocks(plan, [blocks[i] for i in self.layouts], self.mesh)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
-    def start_gathering(
-        self, kept: Sequence[Tensor], blocks: Sequence[Tensor], label: str
-    ) -> PendingBlocks:
+    def start_gathering(self, kept: Sequence[Tensor], blocks: Sequence[Tensor], label: str) -> PendingBlocks:
         """Begin to gather what was kept; `blocks` are those of all slots, of which the others stay."""
         plan = self.gather_plan([b.dtype for b in blocks])
         pending = start_moving_blocks(plan, kept, self.mesh, label)
