@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from types import FrameType, TracebackType
 
@@ -33,7 +34,7 @@ def line_of_stack() -> tuple[str, int, str]:
     >>> line_of_stack()[2]
     '<module>'
     """
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._current_frames()[threading.get_ident()]
     known = _is_ours.get
     while frame is not None:
         code = frame.f_code

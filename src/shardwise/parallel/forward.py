@@ -25,15 +25,10 @@ from shardwise.plan.settings import current_settings, override_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["boundary_of", "is_parallelized", "wrap_method"]
+__all__ = ["is_parallelized", "wrap_method"]
 
 _BOUNDARY = "_shardwise_boundary"
 _inside: ContextVar[bool] = ContextVar("shardwise_inside_parallelized_module", default=False)
-
-
-def boundary_of(module: nn.Module) -> Boundary | None:
-    """The boundary of a module that was parallelized by a plan of strings."""
-    return vars(module).get(_BOUNDARY)
 
 
 def is_parallelized(module: nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +23,33 @@ from shardwise.torch_internals.autograd import (
     run_when_ready,
 )
 
-__all__ = ["Reduce", "connected_tensors", "joined"]
+__all__ = ["WeakReduce", "connected_tensors", "joined"]
 
-Reduce = Callable[[Sequence[int], Sequence[Tensor | None]], Finish | None]
-"""Begins to reduce the gradients of the slots with these indices, and returns what completes them."""
+
+class _Reducer(Protocol):
+    """A group of parameters."""
+
+    label: str
+
+    def reduce(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        """Begin to reduce the gradients of the slots with these indices, and return what completes them."""
+
+
+class WeakReduce:
+    """The `reduce` of a group, for graphs that the group itself keeps; results of its modules keep the group."""
+
+    def __init__(self, group: _Reducer) -> None:
+        self._group, self._label = weakref.ref(group), group.label
+
+    def __call__(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"A backward pass reached the parameters of {self._label}, which no longer exists.\n"
+                "  why: The module was deleted between its forward and its backward pass.\n"
+                "  fix: Keep the model until backward() has run."
+            )
+        return group.reduce(slots, grads)
 
 
 def connected_tensors(
@@ -33,7 +57,7 @@ def connected_tensors(
     params: Sequence[Tensor],
     blocks: Sequence[Tensor],
     whole: bool,
-    reduce: Reduce,
+    reduce: WeakReduce,
 ) -> dict[int, Tensor]:
     """The tensors to compute with, of the gathered blocks of slots whose gradients are reduced together."""
     mesh = next(iter(slots.values())).mesh
@@ -84,7 +108,7 @@ class _Unshard(torch.autograd.Function):
         slots: list[int],
         raw: Sequence[Sequence[Tensor]],
         mesh: DeviceMesh,
-        reduce: Reduce,
+        reduce: WeakReduce,
         probe: Tensor,
         *params: Tensor,
     ) -> tuple[Tensor, ...]:

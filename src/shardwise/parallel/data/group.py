@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.agreement import compare_ranks
-from shardwise.parallel.data.connect import Reduce, connected_tensors, joined
+from shardwise.parallel.data.connect import WeakReduce, connected_tensors, joined
+from shardwise.parallel.data.extension import is_extended
 from shardwise.parallel.data.group_gradients import GroupGradients, running, unreduced
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of
+from shardwise.parallel.data.reduction import Reduction, buckets_of
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
@@ -87,7 +88,9 @@ class Group(GroupGradients):
     def _is_on_device(self) -> bool:
         """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
         kinds = {slot.block(slot.param).device.type for slot in self.slots if slot.compute_dtype is None}
-        return kinds <= {self.mesh.device_type, "meta"} and all(s.compute_dtype is None for s in self.slots)
+        extended = any(is_extended(slot.block(slot.param)) for slot in self.slots)
+        plain = not extended and all(s.compute_dtype is None for s in self.slots)
+        return plain and kinds <= {self.mesh.device_type, "meta"}
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
@@ -121,7 +124,7 @@ class Group(GroupGradients):
 
     def gather_plan(self) -> GroupedPlan:
         """The plan that gathers the parameters."""
-        return gather_plan(self.slots, self.policy.param_dtype)
+        return gather_plan(self)
 
     def gather_again_plan(self) -> GroupedPlan:
         """The plan that gathers them for the backward pass."""
@@ -317,7 +320,7 @@ class Group(GroupGradients):
     def _tensors_of(self, params: Sequence[Tensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
         out: dict[int, Tensor] = {}
-        reduce: Reduce = _Weak(self)
+        reduce = WeakReduce(self)
         for bucket in self.buckets:
             trained = {i: self.slots[i] for i in bucket if params[i].requires_grad}
             if trained and torch.is_grad_enabled():
@@ -362,23 +365,6 @@ class _Tensors(NamedTuple):
     key: _Key
     tensors: list[Tensor]
     blocks: list[Tensor]
-
-
-class _Weak:
-    """The `reduce` of a group, for graphs that the group itself keeps; results of its modules keep the group."""
-
-    def __init__(self, group: Group) -> None:
-        self._group, self._name = weakref.ref(group), group.label
-
-    def __call__(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                f"A backward pass reached the parameters of {self._name}, which no longer exists.\n"
-                "  why: The module was deleted between its forward and its backward pass.\n"
-                "  fix: Keep the model until backward() has run."
-            )
-        return group.reduce(slots, grads)
 
 
 def forget_interrupted_passes() -> None:
