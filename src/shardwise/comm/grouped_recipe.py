@@ -31,6 +31,7 @@ _Shape = tuple[int, ...]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers as which values are moved, by their size; tensors of several dtypes move as the smallest of them."""
 _ALIGNMENT = 64  # bytes between the starts of results of different dtypes
+_LARGE_BLOCK = 1 << 14  # elements, which take longer to read than an op to call
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,23 +267,39 @@ def _means(step: GroupedStep) -> list[int]:
 def _views(step: GroupedStep, me: Coord, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
     """The results of a reduction: views of what was received, divided where the reduction is a mean."""
     results, means = _results(step, me, [dtype] * len(step.members), dtype.itemsize), _means(step)
-
-    def views(reduced: Tensor) -> list[Tensor]:
-        if len(set(means)) == 1:
-            return results.of(divide_in_place(reduced, means[0]))
-        return [divided(part, mean) for part, mean in zip(results.of(reduced), means, strict=True)]
-
-    return views
+    if len(set(means)) == 1:
+        mean = means[0]
+        return lambda reduced: results.of(divide_in_place(reduced, mean))
+    return lambda reduced: [divided(p, mean) for p, mean in zip(results.of(reduced), means, strict=True)]
 
 
 def _all_reduce(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedRecipe:
+    codec, means = reduce_codec(dtype, step.op), set(_means(step))
+    results = _results(step, me, [dtype] * len(step.members), dtype.itemsize)
+    mean = means.pop() if len(means) == 1 else 1
+    # a power of 2 divides exactly before the reduction, too, while the blocks are in the cache
+    if 1 < mean == mean & -mean and dtype in (torch.float32, torch.float64):
+        return GroupedRecipe(
+            "all_reduce",
+            lambda blocks: _flattened_and_divided(blocks, results, dtype, mean),
+            lambda received, _: results.of(received),
+            codec,
+        )
     views = _views(step, me, dtype)
     return GroupedRecipe(
-        "all_reduce",
-        lambda blocks: flattened(blocks, dtype),
-        lambda received, _: views(received),
-        reduce_codec(dtype, step.op),
+        "all_reduce", lambda blocks: flattened(blocks, dtype), lambda received, _: views(received), codec
     )
+
+
+def _flattened_and_divided(blocks: _Blocks, results: _Results, dtype: torch.dtype, by: int) -> Tensor:
+    if type(blocks[0]) is not Tensor:
+        return flattened(blocks, dtype) / by
+    if results.size < _LARGE_BLOCK * len(blocks):
+        return flattened(blocks, dtype).mul_(1 / by)
+    out = blocks[0].new_empty(results.size, dtype=dtype)
+    for block, part in zip(blocks, results.of(out), strict=True):
+        torch.mul(block, 1 / by, out=part)
+    return out
 
 
 def _reduce_scatter(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedRecipe:

@@ -84,19 +84,23 @@ def run_many(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> l
 
 def start_many(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> PendingBlocks:
     """Like `run_many`, but only start the last collective; the caller may write to the blocks meanwhile."""
-    out, program = list(blocks), _program(plan, blocks, mesh)
-    last = max((i for i, step in enumerate(plan.steps) if step.is_collective), default=None)
+    program = _program(plan, blocks, mesh)
+    last = plan.last_collective
     if last is None or not program or type(blocks[0]) is PerRank or recorders:
-        return PendingBlocks.completed(_complete(plan, out, program, 0))
-    out = _complete(plan, out, program[:last], 0)
+        return PendingBlocks.completed(_complete(plan, list(blocks), program, 0))
+    if plan.is_one_step:
+        begin, finish = program[0]
+        coming = begin(list(blocks))
+        return PendingBlocks(lambda: finish(coming, ()))
+    out = _complete(plan, list(blocks), program[:last], 0)
     members = [m.tensor for m in plan.steps[last].members]
     sources = [out[i] for i in members]
     begin, finish = program[last]
     coming = begin(sources)
-    for i in members:
-        out[i] = (
-            coming  # the blocks are packed: holding them until the collective is complete would cost memory
-        )
+    for (
+        i
+    ) in members:  # the blocks are packed: holding them until the collective is complete would cost memory
+        out[i] = coming
 
     def wait_and_go_on() -> _Blocks:
         for i, block in zip(members, finish(coming, ()), strict=True):

@@ -33,14 +33,9 @@ from shardwise.torch_internals.graph_calls import (
 )
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["boundary_of", "is_parallelized", "wrap_method"]
+__all__ = ["is_parallelized", "wrap_method"]
 
 _BOUNDARY = "_shardwise_boundary"
-
-
-def boundary_of(module: nn.Module) -> Boundary | None:
-    """The boundary of a module that was parallelized by a plan of strings."""
-    return vars(module).get(_BOUNDARY)
 
 
 def is_parallelized(module: nn.Module) -> bool:

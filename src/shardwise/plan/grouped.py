@@ -100,6 +100,16 @@ class GroupedPlan:
         """The number of collectives."""
         return sum(step.is_collective for step in self.steps)
 
+    @cached_property
+    def last_collective(self) -> int | None:
+        """The index of the last step that is a collective."""
+        return max((i for i, step in enumerate(self.steps) if step.is_collective), default=None)
+
+    @cached_property
+    def is_one_step(self) -> bool:
+        """Whether one step takes all tensors, in their order."""
+        return len(self.steps) == 1 and [m.tensor for m in self.steps[0].members] == [*range(len(self.items))]
+
     @property
     def bytes(self) -> int:
         """The number of bytes that ranks send, summed over all ranks of the mesh; the sum over the tensors' own plans."""

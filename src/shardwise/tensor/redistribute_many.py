@@ -16,6 +16,7 @@ from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute import densify, returned_layout
+from shardwise.torch_internals.collectives import subjects
 from shardwise.torch_internals.dispatcher import below_autograd
 
 __all__ = ["PendingBlocks", "move_blocks", "redistribute_many", "start_moving_blocks"]
@@ -181,16 +182,30 @@ def _part(pending: PendingBlocks, index: int, device: torch.device) -> Pending:
     return Pending(lambda: pending.wait()[index], device)
 
 
-def move_blocks(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """Take blocks through a grouped plan, beneath autograd: for engines that own the blocks of their tensors."""
-    with below_autograd():
-        return run_many(plan, blocks, mesh)
+def move_blocks(
+    plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh, subject: str = ""
+) -> list[Tensor]:
+    """Take blocks through a grouped plan, beneath autograd: for engines that own the blocks of their tensors.
+
+    Args:
+        plan: the plan.
+        blocks: the blocks of this rank.
+        mesh: the mesh of the collectives.
+        subject: what they are moved for: ranks that move equal blocks for different things are an error.
+    """
+    return start_moving_blocks(plan, blocks, mesh, subject).wait()
 
 
-def start_moving_blocks(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> PendingBlocks:
+def start_moving_blocks(
+    plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh, subject: str = ""
+) -> PendingBlocks:
     """Like `move_blocks`, without waiting for the last collective."""
-    with below_autograd():
-        pending = start_many(plan, blocks, mesh)
+    subjects.append(subject)
+    try:
+        with below_autograd():
+            pending = start_many(plan, blocks, mesh)
+    finally:
+        subjects.pop()
     return pending if pending.is_complete else PendingBlocks(lambda: _wait(pending))
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "observers",
     "own_collectives",
     "reduce_scatter",
+    "subjects",
     "wait",
     "wait_unwatched",
     "waiting",
@@ -104,13 +105,23 @@ monitors: list[Monitor] = []
 """The monitor of this process's world, if there is one."""
 
 
+subjects: list[str] = []
+"""What the collectives that are called now are for, beside their layouts, such as a module; the innermost last."""
+
+
 def _call(op: Any, note: Note | None, group: str, tensor: Tensor, *args: Any) -> Any:
     if monitors and type(tensor) is Tensor and not tensor.is_meta:
-        monitors[0].begin(group, note or _default_note(op, tensor))
+        note = note or _default_note(op, tensor)
+        monitors[0].begin(group, _with_subject(subjects[-1], note) if subjects and subjects[-1] else note)
     if not observers:
         return op(tensor, *args, group)
     with own_collectives():
         return op(tensor, *args, group)
+
+
+@lru_cache(4096)
+def _with_subject(subject: str, note: Note) -> Note:
+    return note_of(f"{subject}: {note.text}")
 
 
 def _default_note(op: Any, tensor: Tensor) -> Note:

@@ -360,6 +360,37 @@ def test_unshard_and_reshard():
         model.reshard()
 
 
+@pytest.mark.parametrize("strategy", ["each", "whole", "replicate"])
+def test_a_backward_pass_ends_unshard(strategy):
+    """`model.unshard()` before each step begins the first gather early; gradients and clipping are those without it."""
+    with simulate(2):
+        model, _, _, _ = prepare("mlp", strategy, (2,))
+        expected, _, _, _ = prepare("mlp", strategy, (2,))
+        for _ in range(2):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+            for net in (model, expected):
+                net(inputs()).pow(2).sum().backward()
+                assert all(isinstance(p, DTensor) for p in net.parameters())
+            norms = [full(nn.utils.clip_grad_norm_(net.parameters(), 0.1)) for net in (model, expected)]
+            assert norms[0] == norms[1] > 0
+            for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(full(p.grad), full(q.grad))
+
+
+def test_state_dicts_are_those_of_stored_parameters():
+    with simulate(2):
+        model, _, _, _ = prepare("mlp", "whole", (2,))
+        model.unshard()
+        state = model.state_dict()
+        assert all(isinstance(t, DTensor) for t in state.values())
+        before = full(state["head.weight"]).clone()
+        model.unshard()
+        model.load_state_dict({name: 2 * t for name, t in state.items()})
+        assert torch.equal(full(model.head.weight), 2 * before)
+
+
 def test_a_deep_copy_is_another_model():
     with simulate(2):
         model, optimizer, _, _ = prepare("tied", "each", (2,))
@@ -406,7 +437,7 @@ def test_methods_other_than_forward_and_evaluation():
                     torch.testing.assert_close(found, dense.generate(x.ranks[r], 2))
         other = copy.deepcopy(model)
         assert torch.equal(other.generate(x, 1).ranks[0], model.generate(x, 1).ranks[0])
-        with pytest.raises(ValueError, match=r"(?s)'walk'.*fix"):
+        with pytest.raises(ValueError, match=r"(?s)a method walk.*fix"):
             register_fsdp_forward_method(model, "walk")
         share_comm_ctx([model, other])
 
@@ -590,13 +621,31 @@ def test_bad_input():
         three = sw.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
         for call, error, text in [
             (lambda: fully_shard([], mesh=mesh), ValueError, "empty list"),
+            (
+                lambda: fully_shard(build("mlp"), mesh=other, mp_policy=torch.half),
+                TypeError,
+                "mp_policy=torch",
+            ),
+            (lambda: MixedPrecisionPolicy(param_dtype="bf16"), ValueError, "param_dtype='bf16'"),
+            (
+                lambda: fully_shard(build("mlp"), mesh=other).set_gradient_divide_factor(0),
+                ValueError,
+                "got 0",
+            ),
+            (lambda: fully_shard([twice := build("mlp"), twice], mesh=mesh), RuntimeError, "called twice"),
+            (lambda: fully_shard(build("mlp"), mesh=mesh, reshard_after_forward="no"), ValueError, "'no'"),
+            (
+                lambda: fully_shard(build("mlp"), mesh=other).set_modules_to_forward_prefetch([nn.ReLU()]),
+                ValueError,
+                "Expects FSDPModule",
+            ),
             (lambda: fully_shard(torch.ones(2), mesh=mesh), ValueError, "got a Tensor"),
             (lambda: fully_shard(build("mlp"), mesh="cpu"), TypeError, "got str for a mesh"),
             (lambda: fully_shard(build("mlp"), mesh=three), ValueError, "of 3 axes"),
             (
                 lambda: fully_shard(build("mlp"), mesh=other, shard_placement_fn=lambda p: Shard(2)),
                 ValueError,
-                "shard_placement_fn returned",
+                "Shard dim 2 is invalid for 2D tensor: torch.Size",
             ),
             (
                 lambda: fully_shard(build("mlp"), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp", "dp")),

@@ -80,9 +80,8 @@ def predicted_and_measured():
         x = torch.randn(2, 120)
         stored = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         peaks = []
-        for _ in range(
-            5
-        ):  # the first one gathers nothing ahead; in some, gloo's thread keeps a buffer for longer
+        # the first one gathers nothing ahead; in some, gloo's thread keeps a buffer for longer
+        for _ in range(10):
             with Peak() as memory:
                 for p in model.parameters():
                     memory.watch(p)

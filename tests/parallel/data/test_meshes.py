@@ -278,7 +278,9 @@ def test_gradients_are_reduced_when_a_backward_pass_is_finalized():
         assert model.finalize_backward() is None
         model.set_keep_unsharded_storage(True)
         model.set_reduce_scatter_max_input_buffers(3)
-        with pytest.raises(ValueError, match=r"(?s)max_input_buffers got 0.*why: .*fix: "):
+        with pytest.raises(
+            ValueError, match=r"(?s)max_input_buffers must be a positive int, got 0.*why: .*fix: "
+        ):
             model.set_reduce_scatter_max_input_buffers(0)
 
 

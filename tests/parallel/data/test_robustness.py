@@ -8,7 +8,7 @@ from tests.parallel.data.test_meshes import DATA, mean_over_ranks, own_data
 from tests.parallel.data.test_programs import check_gradients, mesh_of
 from torch import nn
 
-from shardwise import simulate
+from shardwise import LaunchError, launch, simulate
 from shardwise.comm import counting
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.parallel import check_ranks
@@ -184,3 +184,47 @@ def test_a_rank_that_skips_a_module(workers):
     assert "fix: " in error
     assert all(other[0][1] == error for other in found)
     assert all(torch.equal(other[1], found[0][1]) for other in found)
+
+
+class Branches(nn.Module):
+    """Layers of one shape, which a rank may skip or call in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, names):
+        for name in names.split():
+            x = getattr(self, name)(x)
+        return x
+
+
+def ranks_that_differ(names, wrap_root):
+    """A step in which the second rank calls other layers, whose collectives look like those of the first."""
+    rank, mesh = torch.distributed.get_rank(), mesh_of(2)
+    model = Branches()
+    for layer in (model.first, model.second, model.third):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if wrap_root:
+        fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 4), names[rank]).sum().backward()
+    return "no error"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("names", "wrap_root", "found"),
+    [
+        (("first second third", "first third"), True, ("Branches.second (weight, …)", "Branches.third")),
+        (("first second", "second first"), False, ("Linear (weight, …), group 0", "group 1")),
+        (("first second", "first"), True, ("Branches.second (weight, …)", "Branches.first")),
+    ],
+    ids=["skips one", "other order", "skips the last"],
+)
+def test_layers_of_one_shape_are_told_apart(names, wrap_root, found):
+    """The faults of ranks are compared before a collective is sent: no rank computes with the blocks of another layer."""
+    with pytest.raises(LaunchError) as error:
+        launch(ranks_that_differ, 2, names, wrap_root, timeout=60)
+    text = str(error.value)
+    assert "ranks 0 and 1 of 2 call different collectives" in text.replace("ranks 1 and 0", "ranks 0 and 1")
+    assert all(part in text for part in (*found, "why: ", "fix: ", "test_robustness.py"))

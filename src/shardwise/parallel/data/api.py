@@ -15,6 +15,7 @@ from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionP
 from shardwise.parallel.data.shard import (
     Choice,
     check_modules,
+    check_policies,
     copy_from_first_rank,
     data_axes,
     default_mesh,
@@ -119,6 +120,7 @@ def apply_layouts(
     plain: bool = False,
 ) -> State:
     """Make modules data-parallel whose parameters form one group for each mesh, and return what they share."""
+    check_policies(policy, offload, "A data-parallel module")
     slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy, plain)
     name = type(modules[0]).__name__
     groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]
@@ -129,6 +131,11 @@ def apply_layouts(
     for module in {id(m): m for m in (*modules, *called)}.values():
         make_data_parallel(module, state, prefix)
     mark_recomputed(modules, groups)
+    for module in modules:
+        for path, inner in module.named_modules():
+            if (theirs := state_of(inner)) is not None and theirs is not state:
+                for group in theirs.groups:
+                    group.set_path(f"{name}.{path}")
     every = [group for m in modules for group in groups_in(m, recurse=True)]
     layouts = [slot.layout for group in every for slot in group.slots]
     state.axes = frozenset(name for on in layouts for name in axes_of(on.mesh).names_of(on.data))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +19,37 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import (
     PROBE,
     accumulates_everywhere,
-    current_backward,
-    is_hooked,
-    run_at_the_end,
+    are_hooked,
     run_when_ready,
 )
 
-__all__ = ["Reduce", "connected_tensors", "joined"]
+__all__ = ["WeakReduce", "connected_tensors", "joined"]
 
-Reduce = Callable[[Sequence[int], Sequence[Tensor | None]], Finish | None]
-"""Begins to reduce the gradients of the slots with these indices, and returns what completes them."""
+
+class _Reducer(Protocol):
+    """A group of parameters."""
+
+    label: str
+
+    def reduce(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        """Begin to reduce the gradients of the slots with these indices, and return what completes them."""
+
+
+class WeakReduce:
+    """The `reduce` of a group, for graphs that the group itself keeps; results of its modules keep the group."""
+
+    def __init__(self, group: _Reducer) -> None:
+        self._group, self._label = weakref.ref(group), group.label
+
+    def __call__(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"A backward pass reached the parameters of {self._label}, which no longer exists.\n"
+                "  why: The module was deleted between its forward and its backward pass.\n"
+                "  fix: Keep the model until backward() has run."
+            )
+        return group.reduce(slots, grads)
 
 
 def connected_tensors(
@@ -35,15 +57,12 @@ def connected_tensors(
     params: Sequence[Tensor],
     blocks: Sequence[Tensor],
     whole: bool,
-    reduce: Reduce,
+    reduce: WeakReduce,
 ) -> dict[int, Tensor]:
     """The tensors to compute with, of the gathered blocks of slots whose gradients are reduced together."""
-    reduced: dict[int, Finish | None] = {}  # by backward pass, on the way from one node to the other
-    token = _Accumulate.apply(reduced, PROBE, *params)  # type: ignore[no-untyped-call]
-    run_at_the_end(token)
     mesh = next(iter(slots.values())).mesh
     raw = [slot.raw(blocks[i], whole) for i, slot in slots.items()]
-    found = _Unshard.apply(reduced, list(slots), raw, mesh, reduce, token)  # type: ignore[no-untyped-call]
+    found = _Unshard.apply(list(slots), raw, mesh, reduce, PROBE, *params)  # type: ignore[no-untyped-call]
     run_when_ready(found[0])
     if not is_simulated():
         return dict(zip(slots, found, strict=True))
@@ -66,66 +85,56 @@ def _joined_grads(grads: Sequence[Tensor | None], mesh: DeviceMesh) -> Tensor | 
     return joined([torch.zeros_like(given) if g is None else g for g in grads], mesh)
 
 
-class _Accumulate(torch.autograd.Function):
-    """`apply(reduced, probe, *stored parameters)`: a token. Its backward waits for the gradients of the parameters.
-
-    It runs when the rest of the backward pass has run, so that the reductions overlap with it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, reduced: dict[int, Finish | None], probe: Tensor, *params: Tensor) -> Tensor:
-        ctx.reduced, ctx.params = reduced, params
-        ctx.set_materialize_grads(False)
-        return torch.empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token: Tensor | None) -> Any:
-        finish, params = ctx.reduced.pop(current_backward(), None), ctx.params
-        if finish is None:
-            return (None,) * (len(params) + 2)
-        backward = current_backward_pass()
-        if backward is None or not accumulates_everywhere() or not all(map(_is_bare, params)):
-            return (None, None, *finish(params))
-        # what autograd would do, when it has passed by all parameters, and without a call of the dispatcher for each
-        backward.at_end(finish, lambda: _set_grads(params, finish(params)))
-        return (None,) * (len(params) + 2)
-
-
-def _is_bare(param: Tensor) -> bool:
-    return param.grad is None and not is_hooked(param)
-
-
 def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """What autograd does with the gradients of leaves, without a call of the dispatcher for each."""
     for param, grad in zip(params, grads, strict=True):
         if grad is not None:
-            # another group may have set it since, for a tied parameter
-            param.grad = grad if param.grad is None else param.grad.detach() + grad
+            if param.grad is None:
+                param.grad = grad
+            else:
+                param.grad.add_(grad)
 
 
 class _Unshard(torch.autograd.Function):
-    """`apply(reduced, indices of slots, new tensors of each, mesh, reduce, token)`: those tensors, to compute with."""
+    """`apply(indices of slots, new tensors of each, mesh, reduce, probe, *stored parameters)`: those tensors, to compute with.
+
+    The gradients of the stored parameters are set when the backward pass ends, so that the reductions overlap with it. If others
+    are to have them, such as hooks or `torch.autograd.grad`, it waits for them and returns them.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        reduced: dict[int, Finish | None],
         slots: list[int],
         raw: Sequence[Sequence[Tensor]],
         mesh: DeviceMesh,
-        reduce: Reduce,
-        token: Tensor,
+        reduce: WeakReduce,
+        probe: Tensor,
+        *params: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.reduced, ctx.slots, ctx.mesh, ctx.reduce = reduced, slots, mesh, reduce
+        ctx.slots, ctx.mesh, ctx.reduce, ctx.params = slots, mesh, reduce, params
         ctx.set_materialize_grads(False)
         ctx.counts = [len(some) for some in raw]
         return tuple([t for some in raw for t in some])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        if is_simulated():
-            rest = iter(grads)
-            grads = tuple(_joined_grads([next(rest) for _ in range(n)], ctx.mesh) for n in ctx.counts)
-        ctx.reduced[current_backward()] = ctx.reduce(ctx.slots, grads)
-        return None, None, None, None, None, torch.empty(0)
+        run = _backward_once if torch.is_grad_enabled() else _backward
+        return run(ctx, *grads)
+
+
+def _backward(ctx: Any, *grads: Any) -> Any:
+    if is_simulated():
+        rest = iter(grads)
+        grads = tuple(_joined_grads([next(rest) for _ in range(n)], ctx.mesh) for n in ctx.counts)
+    finish, params = ctx.reduce(ctx.slots, grads), ctx.params
+    backward = current_backward_pass()
+    if finish is None or backward is None:
+        return (None,) * (5 + len(params))
+    if not accumulates_everywhere() or are_hooked(params):
+        return (*(None,) * 5, *finish(params))
+    backward.at_end(finish, lambda: _set_grads(params, finish(params)))
+    return (None,) * (5 + len(params))
+
+
+_backward_once: Callable[..., Any] = once_differentiable(_backward)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,23 +16,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.data.agreement import compare_ranks
-from shardwise.parallel.data.connect import Reduce, connected_tensors, joined
-from shardwise.parallel.data.group_gradients import GroupGradients, running
+from shardwise.parallel.data.connect import WeakReduce, connected_tensors, joined
+from shardwise.parallel.data.extension import is_extended
+from shardwise.parallel.data.group_gradients import GroupGradients, running, unreduced
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of
+from shardwise.parallel.data.reduction import Reduction, buckets_of
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
+from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.subclass import mark_parameter
 
 __all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_order = itertools.count()
+_numbers: Counter[tuple[int, ...]] = Counter()  # of groups, by the ranks of their mesh
 _MOST_REDUCTIONS = 1  # that run at the same time; each holds the unreduced gradients of a group
 
 
@@ -40,7 +44,7 @@ class Group(GroupGradients):
 
     Attributes:
         name: the name of the module in messages.
-        number: its number among all groups, in the order in which they were created.
+        label: the same with its place in the model and its first parameter; different for the groups of a mesh.
         slots: the parameters.
         mesh: the mesh of the collectives.
         is_moved: whether a parameter is computed with in another layout than it is stored in.
@@ -71,13 +75,22 @@ class Group(GroupGradients):
         self.most_reductions = _MOST_REDUCTIONS
         self._reset()
         self.reduction = Reduction(policy.reduce_dtype)
-        self.number = next(_numbers)
-        _groups[self.number] = self
+        self._number = _numbers[ranks := tuple(self.mesh.mesh.flatten().tolist())]
+        _numbers[ranks] += 1
+        self.set_path(name)
+        _groups[next(_order)] = self
+
+    def set_path(self, path: str) -> None:
+        """Set the place of the module in the model, for messages."""
+        self.path = path
+        self.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
 
     def _is_on_device(self) -> bool:
         """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
         kinds = {slot.block(slot.param).device.type for slot in self.slots if slot.compute_dtype is None}
-        return kinds <= {self.mesh.device_type, "meta"} and all(s.compute_dtype is None for s in self.slots)
+        extended = any(is_extended(slot.block(slot.param)) for slot in self.slots)
+        plain = not extended and all(s.compute_dtype is None for s in self.slots)
+        return plain and kinds <= {self.mesh.device_type, "meta"}
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
@@ -89,7 +102,7 @@ class Group(GroupGradients):
         self._pass: Pass | None = None  # the last one outside of backward passes
         self._recomputes = False
         self._needed_in: Backward | None = None
-        self.is_pinned = False  # by unshard(), until reshard()
+        self.is_pinned = False  # by unshard(), until the blocks are freed
         self.backward_order: Order[Group] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -102,15 +115,16 @@ class Group(GroupGradients):
         out._reset()
         out.reduction = copy.copy(self.reduction)
         out.reduction.forget()
-        out.number = next(_numbers)
-        _groups[out.number] = out
+        # without a number: a rank may have more copies than others
+        out.label = f"a copy of {self.label.removeprefix('a copy of ')}"
+        _groups[next(_order)] = out
         return out
 
     # ---- gathering
 
     def gather_plan(self) -> GroupedPlan:
         """The plan that gathers the parameters."""
-        return gather_plan(self.slots, self.policy.param_dtype)
+        return gather_plan(self)
 
     def gather_again_plan(self) -> GroupedPlan:
         """The plan that gathers them for the backward pass."""
@@ -128,7 +142,7 @@ class Group(GroupGradients):
             return
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
-        self.gathered.start(self.slots, self.mesh, self.policy.param_dtype)
+        self.gathered.start(self)
 
     def gather(self) -> list[Tensor]:
         """The gathered blocks."""
@@ -136,7 +150,7 @@ class Group(GroupGradients):
             return [slot.block(slot.param) for slot in self.slots]
         if self.is_moved and not self.gathered.are_wanted:
             compare_ranks(self.mesh, f"gather {self.label}")
-        return self.gathered.wait(self, self.slots, self.mesh, self.policy.param_dtype)
+        return self.gathered.wait(self)
 
     def gather_in_order(self, order: Order[Group], direction: str) -> list[Tensor]:
         """The gathered blocks, beginning to gather what was needed next in the previous pass."""
@@ -153,13 +167,12 @@ class Group(GroupGradients):
         return blocks
 
     def free(self) -> None:
-        """Free the gathered blocks, unless unshard() was called."""
-        if not self.is_pinned:
-            if self._recomputes:
-                self._restore()
-            if not self.is_in_place:
-                self._tensors = None
-                self.gathered.free()
+        """Free the gathered blocks, and let the modules have the stored parameters."""
+        self.is_pinned = False
+        self._restore()
+        if not self.is_in_place:
+            self._tensors = None
+            self.gathered.free()
 
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
         """The gathered block of a slot, for a tensor that autograd saved when the parameters had this stamp."""
@@ -259,13 +272,13 @@ class Group(GroupGradients):
     def leave(self, free: bool) -> None:
         """Let the modules have the stored parameters again."""
         self._depth -= 1
-        self._restore()
-        if self._depth == 0 and free and not in_backward():
-            if self.smaller is not None and torch.is_grad_enabled() and not self.is_pinned:
-                self._tensors = None
-                self.gathered.shrink(self.smaller)
-            else:
-                self.free()
+        if self._depth or not free or in_backward():
+            self._restore()
+            return
+        if self.smaller is not None and torch.is_grad_enabled():
+            self._tensors = None
+            self.gathered.shrink(self.smaller)
+        self.free()
 
     def pin(self) -> None:
         """Let the modules have the gathered tensors until `unpin`."""
@@ -277,7 +290,6 @@ class Group(GroupGradients):
     def unpin(self) -> None:
         """Let the modules have the stored parameters, and free the gathered blocks."""
         self.is_pinned = False
-        self._restore()
         if self._depth == 0:
             self.free()
 
@@ -288,12 +300,7 @@ class Group(GroupGradients):
         """
         grad, whole = torch.is_grad_enabled(), now is not None and now.on_whole_mesh
         if self.is_in_place:
-            key: _Key = (
-                grad,
-                whole,
-                [p.requires_grad for p in params],
-                [*map(Slot.address, self.slots, params)],
-            )
+            key: _Key = (grad, whole, [p.requires_grad for p in params], self._addresses(params))
         else:
             key = (grad, now)
         last = self._tensors
@@ -304,10 +311,16 @@ class Group(GroupGradients):
                 self._tensors = last = _Tensors(key, self._tensors_of(params, blocks, whole), blocks)
         return last.tensors
 
+    def _addresses(self, params: Sequence[Any]) -> list[int]:
+        """Numbers that change when the memory of stored parameters is replaced, as long as their blocks are held."""
+        if isinstance(params[0], DTensor):
+            return [id(p._local_tensor) for p in params]
+        return [p.data_ptr() or id(p.dtype) for p in params]  # an empty tensor has no address
+
     def _tensors_of(self, params: Sequence[Tensor], blocks: Sequence[Tensor], whole: bool) -> list[Tensor]:
         """The tensors to compute with; those that need gradients are connected to the stored parameters."""
         out: dict[int, Tensor] = {}
-        reduce: Reduce = _Weak(self)
+        reduce = WeakReduce(self)
         for bucket in self.buckets:
             trained = {i: self.slots[i] for i in bucket if params[i].requires_grad}
             if trained and torch.is_grad_enabled():
@@ -324,10 +337,11 @@ class Group(GroupGradients):
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
         self._needed_in = None
-        if self._recomputes:
-            self._restore()
+        if self.reshard_after_backward:
+            self.is_pinned = False
+        self._restore()
         self.gathered.drop_kept()
-        if self.reshard_after_backward and not self.is_pinned and not self.is_in_place:
+        if self.reshard_after_backward and not self.is_in_place:
             self._tensors = None
             self.gathered.drop_all()
 
@@ -353,23 +367,6 @@ class _Tensors(NamedTuple):
     blocks: list[Tensor]
 
 
-class _Weak:
-    """The `reduce` of a group, for graphs that the group itself keeps; results of its modules keep the group."""
-
-    def __init__(self, group: Group) -> None:
-        self._group, self._name = weakref.ref(group), group.label
-
-    def __call__(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                f"A backward pass reached the parameters of {self._name}, which no longer exists.\n"
-                "  why: The module was deleted between its forward and its backward pass.\n"
-                "  fix: Keep the model until backward() has run."
-            )
-        return group.reduce(slots, grads)
-
-
 def forget_interrupted_passes() -> None:
     """After a backward pass that ended by an exception: drop its gathered blocks and unreduced gradients."""
     running.clear()
@@ -392,7 +389,9 @@ def _every_group() -> list[Group]:
 
 def _reduce_accumulated() -> None:
     """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
-    for group in _every_group():
-        group.reduce_accumulated()
+    if unreduced:
+        for group in _every_group():
+            group.reduce_accumulated()
+        unreduced.difference_update([g for g in unreduced if not g.keeps_gradients])
     while running:  # they would keep gradients alive
         running.pop(0).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -21,10 +22,12 @@ from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.redistribute_many import PendingBlocks
 
-__all__ = ["GroupGradients", "running"]
+__all__ = ["GroupGradients", "running", "unreduced"]
 
 running: list[PendingBlocks] = []
 """The reductions that have begun and not ended, of all groups."""
+unreduced: weakref.WeakSet[GroupGradients] = weakref.WeakSet()
+"""The groups that have kept gradients of a backward pass for a later one."""
 
 
 class GroupGradients(ABC):
@@ -40,22 +43,17 @@ class GroupGradients(ABC):
     reduce_unused: bool
     most_reductions: int
     name: str
-    number: int
+    label: str
     _accumulated: dict[int, Tensor]
     _pass: Pass | None
 
     @abstractmethod
     def free(self) -> None:
-        """Free the gathered blocks, unless unshard() was called."""
+        """Free the gathered blocks, and let the modules have the stored parameters."""
 
     @abstractmethod
     def _take_part(self, backward: Backward) -> None:
         """Be told when this backward pass ends."""
-
-    @property
-    def label(self) -> str:
-        """The name of the module and of its first parameter, for messages."""
-        return f"{self.name} ({self.slots[0].name}, …), group {self.number}"
 
     def reduction_plans(self) -> list[GroupedPlan]:
         """The plans that reduce the gradients of all parameters that have one, in each bucket."""
@@ -74,10 +72,13 @@ class GroupGradients(ABC):
         backward = current_backward_pass()
         if backward is not None:
             self._take_part(backward)
-        given = {i: g for i, g in zip(slots, grads, strict=True) if g is not None}
+        given = {
+            i: g.to_dense() if g.is_sparse else g for i, g in zip(slots, grads, strict=True) if g is not None
+        }
         if not self.sync or self._accumulated:
             for i, grad in given.items():
                 self._accumulate(i, grad)
+            unreduced.add(self)
             given = (
                 {i: self._accumulated.pop(i) for i in slots if i in self._accumulated} if self.sync else {}
             )
@@ -115,10 +116,17 @@ class GroupGradients(ABC):
         compare_ranks(self.mesh, f"reduce {len(given)} gradients of {self.label}")
         while len(running) >= self.most_reductions:
             running.pop(0).wait()
-        reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given)
+        reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given, self.label)
+        if not self.reduction.all_reduce:
+            unreduced.add(self)
         if pending is not None and not pending.is_complete:
             running.append(pending)
         return reduced, finish
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether there are gradients that are not reduced, or not over all axes."""
+        return bool(self._accumulated or self.reduction.keeps)
 
     def reduce_accumulated(self) -> None:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""

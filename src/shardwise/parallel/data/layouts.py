@@ -14,7 +14,7 @@ from shardwise.layout import Factor, Layout, LayoutError
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.mesh import root_mesh
 
-__all__ = ["DataAxes", "ParameterLayout", "common_mesh", "have_common_mesh", "parameter_layout"]
+__all__ = ["DataAxes", "ParameterLayout", "common_mesh", "have_common_mesh", "mesh_slice", "parameter_layout"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def parameter_layout(
         plain: whether a parameter that stays replicated is stored as a plain tensor.
     """
     if not isinstance(param, DTensor):
-        mesh = on.mesh if len(on.every) == on.mesh.ndim else _slice(on.mesh, on.names)
+        mesh = _own_mesh(on)
         computed, data, inner = Layout.replicated(param.shape, axes_of(mesh)), _indices(mesh, on.names), None
     else:
         theirs = param.device_mesh
@@ -92,7 +92,7 @@ def parameter_layout(
 
 
 def _own_mesh(on: DataAxes) -> DeviceMesh:
-    return on.mesh if len(on.every) == on.mesh.ndim else _slice(on.mesh, on.names)
+    return on.mesh if len(on.every) == on.mesh.ndim else mesh_slice(on.mesh, on.names)
 
 
 def _inner(param: DTensor, on: DataAxes) -> tuple[DeviceMesh, Layout] | None:
@@ -104,7 +104,7 @@ def _inner(param: DTensor, on: DataAxes) -> tuple[DeviceMesh, Layout] | None:
         return None
     if len(kept) == len(names):
         return mesh, param.sharding
-    inner = _slice(mesh, kept)
+    inner = mesh_slice(mesh, kept)
     placements = [param.placements[names.index(n)] for n in axes_of(inner).names]
     return inner, Layout.of(tuple(param.shape), axes_of(inner), placements)
 
@@ -118,7 +118,7 @@ _slices: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
 at_simulation_end(_slices.clear)
 
 
-def _slice(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+def mesh_slice(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The slice of a mesh with these axes; the same object for equal arguments, so that tensors share their mesh."""
     root = root_mesh(mesh)
     order = axes_of(root).names
@@ -147,7 +147,7 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
                 why="Both must be slices of one mesh, which says how their axes lie to each other.",
                 fix='mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp")); use mesh["dp"] and mesh["tp"].',
             )
-    return _slice(root, tuple(n for n in axes_of(root).names if n in names))
+    return mesh_slice(root, tuple(n for n in axes_of(root).names if n in names))
 
 
 def have_common_mesh(meshes: Sequence[DeviceMesh]) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.parallel.data.saved import Owner, forget_blocks, register_blocks
+from shardwise.parallel.data.extension import Sent, is_extended, tensors_to_send
+from shardwise.parallel.data.policy import MixedPrecisionPolicy
+from shardwise.parallel.data.saved import BlockOwner, forget_blocks, register_blocks
 from shardwise.parallel.data.slot import Slot
 from shardwise.parallel.data.smaller_group import SmallerGroup
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
@@ -26,11 +28,50 @@ def compute_dtype(slot: Slot, param_dtype: torch.dtype | None) -> torch.dtype:
     return param_dtype if param_dtype is not None and own.is_floating_point else own
 
 
-def gather_plan(slots: Sequence[Slot], param_dtype: torch.dtype | None) -> GroupedPlan:
-    """The plan that gathers the parameters of a group."""
+def gather_plan(owner: Owner, sent: Mapping[int, Sent] | None = None) -> GroupedPlan:
+    """The plan that gathers the parameters of a group, of which some may send other tensors than their blocks."""
+    if sent is None:
+        sent = _tensors_to_send(owner, [slot.block(slot.param) for slot in owner.slots])
+    own = [Item(s.stored, s.computed, compute_dtype(s, owner.policy.param_dtype)) for s in owner.slots]
     return plan_redistribute_many(
-        Item(slot.stored, slot.computed, compute_dtype(slot, param_dtype)) for slot in slots
+        [item for i, mine in enumerate(own) for item in (sent[i].items if i in sent else [mine])]
+        if sent
+        else own
     )
+
+
+def _tensors_to_send(owner: Owner, blocks: Sequence[Tensor]) -> dict[int, Sent]:
+    """What is gathered for parameters whose classes choose it."""
+    pairs = enumerate(zip(owner.slots, blocks, strict=True))
+    return {i: tensors_to_send(slot, b, owner.policy) for i, (slot, b) in pairs if is_extended(b)}
+
+
+def _start_gathering(owner: Owner, blocks: Sequence[Tensor]) -> PendingBlocks:
+    """Begin to gather the blocks of a group."""
+    sent = _tensors_to_send(owner, blocks)
+    plan = gather_plan(owner, sent)
+    if not sent:
+        return start_moving_blocks(plan, blocks, owner.mesh, owner.label)
+    tensors = [t for i, b in enumerate(blocks) for t in (sent[i].tensors if i in sent else [b])]
+    pending = start_moving_blocks(plan, tensors, owner.mesh, owner.label)
+
+    def finish() -> list[Tensor]:
+        found = iter(pending.wait())
+        return [
+            sent[i].received([next(found) for _ in sent[i].items]) if i in sent else next(found)
+            for i in range(len(blocks))
+        ]
+
+    return PendingBlocks(finish)
+
+
+class Owner(BlockOwner, Protocol):
+    """What has gathered blocks: a group of parameters, whose class describes these attributes."""
+
+    label: str
+    slots: list[Slot]
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
 
 
 class _Gathered(NamedTuple):
@@ -70,12 +111,13 @@ class GatheredBlocks:
         """The stamp of the parameters when they were gathered."""
         return None if self._here is None else self._here.stamp
 
-    def start(self, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+    def start(self, owner: Owner) -> None:
         """Begin to gather, unless it has begun."""
         if torch.is_inference_mode_enabled():  # a pass outside of it may use the same blocks
             with torch.inference_mode(False), torch.no_grad():
-                self.start(slots, mesh, param_dtype)
+                self.start(owner)
             return
+        slots, mesh, param_dtype = owner.slots, owner.mesh, owner.policy.param_dtype
         stamp: tuple[object, ...] = tuple([slot.stamp() for slot in slots])
         if stamp == self._last:
             stamp = self._last
@@ -92,24 +134,22 @@ class GatheredBlocks:
             blocks = []
             for slot in slots:
                 block = slot.block(slot.param)
-                dtype = compute_dtype(slot, param_dtype)
+                dtype = compute_dtype(slot, param_dtype) if not is_extended(block) else block.dtype
                 same = block.dtype is dtype and block.device.type in (device, "meta")
                 blocks.append(block if same else block.to(device=device, dtype=dtype))
             if self._kept is not None:
                 _, smaller, kept = self._kept
-                pending = smaller.start_gathering(kept, blocks)
+                pending = smaller.start_gathering(kept, blocks, owner.label)
             else:
-                pending = start_moving_blocks(gather_plan(slots, param_dtype), blocks, mesh)
+                pending = _start_gathering(owner, blocks)
             self._coming = (stamp, pending)
 
-    def wait(
-        self, owner: Owner, slots: Sequence[Slot], mesh: DeviceMesh, param_dtype: torch.dtype | None
-    ) -> list[Tensor]:
+    def wait(self, owner: Owner) -> list[Tensor]:
         """The gathered blocks of the parameters as they are now."""
         if torch.is_inference_mode_enabled():  # as in `start`
             with torch.inference_mode(False), torch.no_grad():
-                return self.wait(owner, slots, mesh, param_dtype)
-        self.start(slots, mesh, param_dtype)
+                return self.wait(owner)
+        self.start(owner)
         if self._here is None and self._coming is not None:
             (stamp, coming), self._coming = self._coming, None
             blocks = coming.wait()

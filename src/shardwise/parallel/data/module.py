@@ -58,7 +58,9 @@ class FSDPModule:
         return state.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module's group, and keep them until `reshard()`.
+        """Gather the parameters of this module's group, and let the module have them.
+
+        They stay until `reshard()`, or until a call or a backward pass of the module frees them as it does without `unshard`.
 
         Args:
             async_op: return at once; the parameters are gathered after `wait()` of the handle.
@@ -113,12 +115,24 @@ class FSDPModule:
         self._set_prefetch("backward", modules)
 
     def _set_prefetch(self, direction: str, modules: Sequence[FSDPModule]) -> None:
+        if other := [m for m in modules if not isinstance(m, FSDPModule)]:
+            raise ValueError(
+                f"Expects FSDPModule but got {type(other[0])} in set_modules_to_{direction}_prefetch.\n"
+                "  why: Only data-parallel modules have parameters to gather ahead.\n"
+                "  fix: fully_shard(module, mesh=mesh) first"
+            )
         groups = [g for module in modules for g in required_state(module).groups]
         for group in groups_in(self, recurse=False):
             group.ahead[direction] = groups
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by this number instead of the number of ranks with data of their own."""
+        if not factor:
+            raise ValueError(
+                f"set_gradient_divide_factor got {factor!r}.\n"
+                "  why: The sum of gradients is divided by it.\n"
+                "  fix: Pass a number other than 0; 1.0 for the sum itself."
+            )
         for group in groups_in(self, recurse=False):
             group.reduction.divisor = factor
 
@@ -194,7 +208,7 @@ class FSDPModule:
             )
         if max_input_buffers < 1:
             raise ValueError(
-                f"set_reduce_scatter_max_input_buffers got {max_input_buffers}.\n"
+                f"max_input_buffers must be a positive int, got {max_input_buffers}.\n"
                 "  why: A backward pass needs a buffer for the gradients that it reduces.\n"
                 "  fix: Pass at least 1."
             )
@@ -255,6 +269,14 @@ def make_data_parallel(module: nn.Module, state: State, prefix: str) -> None:
     """Change the class of a module to one whose calls gather its parameters."""
     module.__class__ = _data_parallel_class(cast("Any", type(module)), prefix)
     vars(module)[STATE] = state
+    module.register_state_dict_pre_hook(_reshard)
+    module.register_load_state_dict_pre_hook(_reshard)
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    """Let states be those of the stored parameters, also after unshard()."""
+    for group in required_state(module).groups:
+        group.unpin()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -273,7 +295,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(
-            f"register_fsdp_forward_method got {method_name!r}, which {type(module).__name__} does not have.\n"
+            f"register_fsdp_forward_method: {type(module)} does not have a method {method_name}.\n"
             "  why: A method of this name is to gather the parameters when it is called.\n"
             "  fix: Pass the name of one of its methods."
         )

@@ -45,9 +45,9 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
+            if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 raise ValueError(
-                    f"MixedPrecisionPolicy got {name}={dtype}.\n"
+                    f"MixedPrecisionPolicy got {name}={dtype!r}.\n"
                     "  why: Only floating-point parameters, gradients and outputs are cast.\n"
                     f"  fix: MixedPrecisionPolicy({name}=torch.bfloat16)"
                 )

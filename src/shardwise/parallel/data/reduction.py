@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, lifted, per_rank
 from shardwise.layout import Layout
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
+from shardwise.plan.settings import Decisions, current_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import PendingBlocks, move_blocks, start_moving_blocks
 
@@ -50,7 +50,7 @@ class Reduction:
         self.divisor: float | None = None
         self.all_reduce = True
         self.hook: Callable[[Tensor], None] | None = None
-        self._items: dict[tuple[object, ...], tuple[Item, ...]] = {}
+        self._plans: dict[tuple[object, ...], tuple[GroupedPlan, Decisions]] = {}
         self._kept: dict[int, _Gradient] = {}  # partial sums over the axes that split parameters
 
     def forget(self) -> None:
@@ -63,44 +63,49 @@ class Reduction:
         return list(self._kept)
 
     def start(
-        self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]
+        self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor], label: str
     ) -> tuple[list[int], Finish, PendingBlocks | None]:
         """Begin to reduce gradients; returns the slots that will have one, and what completes those of the stored parameters.
 
-        The order of `grads` must be the same on all ranks.
+        The order of `grads` must be the same on all ranks. `label` names the group.
         """
         mesh = next(iter(slots.values())).mesh
-        kept = {i: self._kept.pop(i) for i in slots if i in self._kept}
-        items = None if kept or not self.all_reduce else self._usual_items(slots, grads)
-        if items is not None:
+        kept = {i: self._kept.pop(i) for i in slots if i in self._kept} if self._kept else {}
+        plan = None if kept or not self.all_reduce else self._usual_plan(slots, grads)
+        if plan is not None:
             order, blocks = list(grads), list(grads.values())
         else:
             given = {i: self._gradient(slots[i], g) for i, g in grads.items()}
             if not self.all_reduce or kept:
-                given = self._scattered(slots, given, kept, mesh)
+                given = self._scattered(slots, given, kept, label)
                 if not self.all_reduce:
                     self._kept |= given
                     return [], lambda params: [], None
-            items = tuple(Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items())
+            plan = plan_redistribute_many(
+                Item(g.layout, slots[i].stored, g.block.dtype) for i, g in given.items()
+            )
             order, blocks = list(given), [g.block for g in given.values()]
-        pending = start_moving_blocks(plan_redistribute_many(items), blocks, mesh)
+        pending = start_moving_blocks(plan, blocks, mesh, label)
         if self.hook is not None:
             pending = _hooked(pending, self.hook, self.divisor)
         return order, self._finish([slots[i] for i in order], pending), pending
 
-    def _usual_items(self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]) -> tuple[Item, ...] | None:
-        """The moves of gradients that are plain tensors of one dtype; None for others."""
-        dtypes = {g.dtype for g in grads.values()}
-        if len(dtypes) != 1 or {type(g) for g in grads.values()} - {Tensor, PerRank}:
+    def _usual_plan(self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]) -> GroupedPlan | None:
+        """The plan for gradients that are plain tensors of one dtype; None for others."""
+        kinds = {(type(g), g.dtype) for g in grads.values()}
+        kind, dtype = kinds.pop() if len(kinds) == 1 else (None, None)
+        if kind not in (Tensor, PerRank):
             return None
-        dtype = self.reduce_dtype or dtypes.pop()  # they are cast when they are packed
+        dtype = self.reduce_dtype or dtype  # they are cast when they are packed
+        decisions = current_settings().decisions
         key = (*grads, dtype, self._op)
-        found = self._items.get(key)
-        if found is None:
-            found = self._items[key] = tuple(
+        found, made_under = self._plans.get(key, (None, None))
+        if found is None or made_under is not decisions:
+            found = plan_redistribute_many(
                 Item(slots[i].pending_gradient(slots[i].computed, self._op), slots[i].stored, dtype)
                 for i in grads
             )
+            self._plans[key] = found, decisions
         return found
 
     @property
@@ -122,7 +127,7 @@ class Reduction:
         slots: Mapping[int, Slot],
         given: Mapping[int, _Gradient],
         before: Mapping[int, _Gradient],
-        mesh: DeviceMesh,
+        label: str,
     ) -> dict[int, _Gradient]:
         """Gradients reduced over the axes that split parameters, with the partial sums of earlier passes added."""
         targets = {}
@@ -133,7 +138,8 @@ class Reduction:
             }
             targets[i] = stored.with_partial(left)
         plan = plan_redistribute_many(Item(g.layout, targets[i], g.block.dtype) for i, g in given.items())
-        found = move_blocks(plan, [g.block for g in given.values()], mesh) if given else []
+        mesh = next(iter(slots.values())).mesh
+        found = move_blocks(plan, [g.block for g in given.values()], mesh, label) if given else []
         out = {i: _Gradient(b, targets[i]) for i, b in zip(given, found, strict=True)}
         for i, kept in before.items():
             if i in out:
@@ -150,12 +156,13 @@ class Reduction:
             blocks: Sequence[Tensor] = pending.wait()
             if divisor is not None:
                 blocks = [block / divisor for block in blocks]
-            device = getattr(
-                params[0], "_local_tensor", params[0]
-            ).device  # that of all parameters of the group
+            # that of all parameters of the group
+            device = getattr(params[0], "_local_tensor", params[0]).device
             dtypes = [p.dtype for p in params]
             if blocks[0].device != device or [b.dtype for b in blocks] != dtypes:
                 blocks = [b.to(device=device, dtype=d) for b, d in zip(blocks, dtypes, strict=True)]
+            if slots[0].layout.stored_plain and type(blocks[0]) is Tensor:
+                return list(blocks)
             return [slot.wrap(b, d) for slot, b, d in zip(slots, blocks, dtypes, strict=True)]
 
         return finish

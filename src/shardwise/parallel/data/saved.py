@@ -19,10 +19,10 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import has_saved_tensor_hooks
 from shardwise.torch_internals.subclass import storage_id
 
-__all__ = ["Owner", "forget_blocks", "packing", "register_blocks"]
+__all__ = ["BlockOwner", "forget_blocks", "packing", "register_blocks"]
 
 
-class Owner(Protocol):
+class BlockOwner(Protocol):
     """What gathers blocks: a group of parameters."""
 
     def block_for_backward(self, slot: int, stamp: object) -> Tensor:
@@ -30,7 +30,7 @@ class Owner(Protocol):
 
 
 class _Home(NamedTuple):
-    owner: Owner
+    owner: BlockOwner
     stamp: object
     slots: dict[torch.dtype, int]  # one slot of each dtype in this memory
     rank: int | None
@@ -62,12 +62,14 @@ class _Distributed(NamedTuple):
 _homes: dict[int, _Home] = {}
 
 
-def register_blocks(owner: Owner, stamp: object, blocks: list[Tensor]) -> list[int]:
+def register_blocks(owner: BlockOwner, stamp: object, blocks: list[Tensor]) -> list[int]:
     """Know the memory of gathered blocks; returns what to pass to `forget_blocks` before they are freed."""
     found = []
     for slot, block in enumerate(blocks):
         ranks = block._blocks.items() if isinstance(block, PerRank) else [(None, block)]
         for rank, b in ranks:
+            if type(b) is not Tensor:  # a tensor class whose memory is in tensors of its own
+                continue
             key = storage_id(b)
             home = _homes.get(key)
             if home is None or home.owner is not owner:

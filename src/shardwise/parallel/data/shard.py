@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardwise.torch_internals.modules import own_parameters, set_parameter
 
 __all__ = [
     "check_modules",
+    "check_policies",
     "copy_from_first_rank",
     "data_axes",
     "default_mesh",
@@ -50,7 +52,7 @@ at_simulation_end(_default_meshes.clear)
 
 def default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
     """The mesh of one axis with all ranks, on the device of the modules; the same one for all calls."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise LayoutError(
             "A module cannot be made data-parallel: there is no mesh.",
             why="mesh was not given, and torch.distributed is not initialized.",
@@ -58,6 +60,8 @@ def default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
         )
     devices = [p.device.type for m in modules for p in m.parameters()]
     kind = next((d for d in devices if d != "meta"), "cpu")
+    if not dist.is_initialized():
+        dist.init_process_group()
     key = (id(dist.group.WORLD), kind)
     if key not in _default_meshes:
         _default_meshes[key] = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -107,8 +111,9 @@ def shard_choice(fn: Callable[[nn.Parameter], Any] | None, on: DataAxes) -> Choi
             return axes, None
         dim = 0 if given is None else getattr(given, "dim", None)
         if not isinstance(dim, int) or not -param.dim() <= dim < param.dim():
-            raise LayoutError(
-                f"shard_placement_fn returned {given!r} for a parameter of shape {tuple(param.shape)}.",
+            what = f"Shard dim {dim} is invalid for {param.dim()}D tensor: {param.shape}"
+            raise ShardDimError(
+                f"Invalid shard_placement_fn result: {given!r}." if dim is None else f"{what}.",
                 why="It returns Shard(dim) of one of the parameter's dims, None for Shard(0), or "
                 "ShardPlacementResult(Shard(dim), mesh) for a parameter on a mesh of its own.",
                 fix=f"Return Shard(dim) with a dim in {-param.dim()}..{param.dim() - 1}.",
@@ -127,7 +132,11 @@ def _axes_of_info(info: Any) -> DataAxes:
     return DataAxes(mesh, *((() if a is None else (a,)) for a in (split, copied)))
 
 
-# AssertionError is what torch raises here.
+# AssertionError is what torch raises in these two cases.
+class ShardDimError(LayoutError, AssertionError):
+    """A parameter cannot be split as `shard_placement_fn` says."""
+
+
 class AppliedTwiceError(RuntimeError, AssertionError):
     """A module is data-parallel already."""
 
@@ -143,12 +152,26 @@ def check_modules(modules: Sequence[Any], what: str) -> None:
             raise ValueError(
                 f"{what} got a {type(module).__name__}.\n  why: It applies to modules.\n  fix: {what}(module, mesh=mesh)"
             )
-        if isinstance(module, FSDPModule) or state_of(module) is not None:
+        if isinstance(module, FSDPModule) or state_of(module) is not None or modules.count(module) > 1:
             raise AppliedTwiceError(
                 f"{what} was called twice for a {type(module).__name__}.\n"
                 "  why: Its parameters are in a group already. Each distinct composable distributed API can only be applied "
                 "to a module once.\n"
                 f"  fix: Call {what} once for each module, and for submodules before the modules that contain them."
+            )
+
+
+def check_policies(policy: object, offload: object, what: str) -> None:
+    """Raise unless these are policies."""
+    for name, found, kind in (
+        ("mp_policy", policy, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+    ):
+        if not isinstance(found, kind):
+            raise TypeError(
+                f"{what} got {name}={found!r}.\n"
+                f"  why: {name} is a {kind.__name__}.\n"
+                "  fix: MixedPrecisionPolicy(param_dtype=torch.bfloat16), CPUOffloadPolicy()"
             )
 
 

@@ -31,6 +31,7 @@ class Slot:
         mesh: the mesh of the group's collectives, which has the axes of all its parameters.
         stored, computed: the layouts on that mesh.
         replicate: the data axes of that mesh along which the stored parameter is replicated.
+        stride: the strides of the whole parameter.
         compute_dtype: the dtype that it is computed with, if it is not that of the group's policy.
         kept: the stored parameter while the modules have the gathered tensor, otherwise None.
     """
@@ -44,7 +45,7 @@ class Slot:
             layout,
             not layout.stored_plain,
         )
-        self._stride = contiguous_stride(layout.stored.shape)
+        self.stride = contiguous_stride(layout.stored.shape)
         self.kept: Tensor | None = None
         # other modules, such as nn.LSTM, keep further references to their parameters
         self.is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
@@ -79,7 +80,7 @@ class Slot:
         found = self._specs.get(dtype)
         if found is None:
             shape = torch.Size(self.layout.stored.shape)
-            found = Spec(self.layout.mesh, self.layout.stored, dtype, shape, self._stride)
+            found = Spec(self.layout.mesh, self.layout.stored, dtype, shape, self.stride)
             self._specs[dtype] = found
         return found
 
@@ -124,12 +125,6 @@ class Slot:
         plain: Tensor = param.detach()
         return PerRank(dict.fromkeys(members_of(self.mesh), plain)) if is_simulated() else plain
 
-    def address(self, param: Any) -> int:
-        """A number that changes when the memory of the stored parameter is replaced, as long as its block is held."""
-        if self._is_distributed:
-            return id(param._local_tensor)
-        return param.data_ptr() or id(param.dtype)  # an empty tensor has no address
-
     def wrap(self, block: Tensor, dtype: torch.dtype) -> Tensor:
         """A block in the form of the stored parameter, as its gradient."""
         if self._is_distributed:
@@ -171,5 +166,5 @@ class Slot:
         if target is not None:
             mesh, layout = target
             shape = torch.Size(layout.shape)
-            return [DTensor(block, Spec(mesh, layout, block.dtype, shape, self._stride))]
+            return [DTensor(block, Spec(mesh, layout, block.dtype, shape, self.stride))]
         return [b.detach() for b in block.ranks] if isinstance(block, PerRank) else [block.detach()]

@@ -44,10 +44,10 @@ class SmallerGroup:
         parts = move_blocks(plan, [blocks[i] for i in self.layouts], self.mesh)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
-    def start_gathering(self, kept: Sequence[Tensor], blocks: Sequence[Tensor]) -> PendingBlocks:
+    def start_gathering(self, kept: Sequence[Tensor], blocks: Sequence[Tensor], label: str) -> PendingBlocks:
         """Begin to gather what was kept; `blocks` are those of all slots, of which the others stay."""
         plan = self.gather_plan([b.dtype for b in blocks])
-        pending = start_moving_blocks(plan, kept, self.mesh)
+        pending = start_moving_blocks(plan, kept, self.mesh, label)
 
         def finish() -> list[Tensor]:
             out = list(blocks)
@@ -118,7 +118,8 @@ def _innermost(
             total *= sizes[a]
         raise LayoutError(
             f"{what} got reshard_after_forward={size} for parameters that are split over {total} ranks.",
-            why="As a number it is the size of the groups in which parameters stay gathered, which divide the ranks evenly.",
+            why="If passing reshard_after_forward as an int, it should be a factor of "
+            f"{total}, not {size}: the size of the groups in which parameters stay gathered.",
             fix=f"Pass a divisor of {total}, or True to keep them split over all ranks.",
         )
     return tuple(whole), None

@@ -119,18 +119,25 @@ class State:
 
     def _check_materialized(self, args: Any) -> None:
         """Raise if a parameter is on the meta device and an argument is not."""
-        meta = [slot.name for group in self.groups for slot in group.slots if slot.param.is_meta]
+        meta = [(g.path, slot.name) for g in self.groups for slot in g.slots if slot.param.is_meta]
+        names = [".".join((*path.split(".")[1:], name)) for path, name in meta]
         self._is_materialized = not meta
         if meta and any(isinstance(x, Tensor) and not x.is_meta for x in flatten(args)[0]):
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still on "
-                f"meta device: {meta} of {self.name}.\n"
+                f"meta device: {names} of {self.name}.\n"
                 "  why: A tensor on the meta device has no values to gather.\n"
                 "  fix: module.to_empty(device=...), then initialize the parameters; or materialize(module)"
             )
 
     def set_reshard(self, reshard: bool | int | None, what: str) -> None:
         """Set whether to free gathered blocks after the forward pass; a number is the size of groups that keep them."""
+        if reshard is not None and not isinstance(reshard, int):
+            raise ValueError(
+                f"{what} got reshard_after_forward={reshard!r}.\n"
+                "  why: reshard_after_forward should be a bool or an int, the size of the groups that keep parameters gathered.\n"
+                "  fix: Pass True, False, or a divisor of the number of ranks."
+            )
         smaller = isinstance(reshard, int) and not isinstance(reshard, bool)
         for group in self.groups:
             group.smaller = None
