@@ -53,7 +53,7 @@ def run_on_memory(call: OpCall, target: DTensor) -> Any:
             map_ranks(func, *replace_tensors(call.args, views), **replace_tensors(call.kwargs, views))
 
         source.write_as(write)
-    return target
+    return target if call.info.returns else None
 
 
 def announce_write(func: Any, view: DTensor) -> None:

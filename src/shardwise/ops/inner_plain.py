@@ -105,6 +105,20 @@ def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _trusting(original, *args, **kwargs)
 
 
+def _broadcast(original: Callable[..., Any], *tensors: Any) -> Any:
+    """`broadcast_tensors`, with numbers as replicated tensors: broadcast, they would be plain tensors of many elements."""
+    given = tensors_in(tensors)
+    first = next((t for t in given if isinstance(t, DTensor)), None)
+    if first is None:
+        return original(*tensors)
+
+    def number(t: Any) -> Any:
+        is_number = type(t) is Tensor and t.numel() == 1 and not t.requires_grad
+        return _replicated(t, (first,)) if is_number else t
+
+    return original(*[map_leaves(number, t) for t in tensors])
+
+
 _COMPOSITES = {
     "the positions of quantiles": (
         aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,
@@ -130,6 +144,11 @@ def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
             for func in funcs
         ),
         KernelPatch(attention, _attention, masks, has_dtensor),
+        PythonPatch(
+            (torch, "broadcast_tensors"),
+            _broadcast,
+            "torch.distributions passes numbers as plain tensors, and computes with the results",
+        ),
         *(KernelPatch(func, _recurrent(func), states, has_dtensor) for func in _RECURRENT),
         *(
             PythonPatch(target, run, f"torch creates {what} as a plain tensor")

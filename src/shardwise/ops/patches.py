@@ -19,6 +19,7 @@ from shardwise.ops.dropout import dropout_patches
 from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.memory_patches import memory_patches
+from shardwise.ops.pooling import pooling_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
@@ -142,6 +143,7 @@ PATCHES: tuple[AnyPatch, ...] = (
     *index_patches(),
     *inner_plain_patches(),
     *memory_patches(),
+    *pooling_patches(),
     *prod_patches(),
     *sparse_patches(),
     *tracing_patches(),
