@@ -21,6 +21,7 @@ from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.memory_patches import memory_patches
 from shardwise.ops.pooling import pooling_patches
 from shardwise.ops.prod import prod_patches
+from shardwise.ops.random_gradients import random_gradient_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
 from shardwise.tensor.dtensor import DTensor
@@ -145,6 +146,7 @@ PATCHES: tuple[AnyPatch, ...] = (
     *memory_patches(),
     *pooling_patches(),
     *prod_patches(),
+    *random_gradient_patches(),
     *sparse_patches(),
     *tracing_patches(),
 )
