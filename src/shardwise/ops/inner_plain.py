@@ -24,7 +24,7 @@ from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
 from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS, PASS_PLAIN_TENSORS
 
-__all__ = ["inner_plain_patches"]
+__all__ = ["inner_plain_patches", "replicated_states"]
 
 aten = torch.ops.aten
 
@@ -70,22 +70,27 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return _composite(func)(*args, **kwargs)
 
 
+def replicated_states(func: Any, x: DTensor, states: Any) -> Any:
+    """The initial states of a recurrent layer: those that are plain are compared between ranks, and replicated."""
+    mesh, simulated = x.device_mesh, is_simulated_tensor(x)
+
+    def state(t: Any) -> Any:
+        if isinstance(t, DTensor) or not isinstance(t, Tensor):
+            return t
+        if not simulated and not in_backward():
+            compare_plain(func, [t], [0], mesh)
+        return replicate(t, mesh, simulated=simulated)
+
+    return map_leaves(state, states)
+
+
 def _recurrent(func: Any) -> Callable[..., Any]:
     """A recurrent op: its initial states, which torch's modules create, are compared between ranks and replicated."""
 
     def run(x: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
-        call = OpCall(func, (x, hx, *args), kwargs)
-        mesh, simulated = call.mesh, call.simulated
-
-        def state(t: Any) -> Any:
-            if isinstance(t, DTensor) or not isinstance(t, Tensor):
-                return t
-            if not simulated and not in_backward():
-                compare_plain(func, [t], [0], mesh)
-            return replicate(t, mesh, simulated=simulated)
-
+        states = replicated_states(func, OpCall(func, (x, hx, *args), kwargs).first, hx)
         with beneath_patches():
-            return func(x, map_leaves(state, hx), *args, **kwargs)
+            return func(x, states, *args, **kwargs)
 
     return run
 
