@@ -23,6 +23,8 @@ from shardwise.tensor.implicit import announce
 
 __all__ = ["announce_write", "overlaps_itself", "run_on_memory"]
 
+aten = torch.ops.aten
+
 
 def overlaps_itself(view: DTensor) -> bool:
     """Whether an op on a view must run on the memory of its base, because the view has elements of it more than once.
@@ -71,7 +73,7 @@ def _memory(view: Tensor) -> Tensor:
     """What a plain tensor has in memory: the same without lazy bits."""
     conj, neg = _bits(view)
     view = view.conj() if conj else view
-    return torch._neg_view(view) if neg else view
+    return aten._neg_view.default(view) if neg else view
 
 
 def _value(view: Tensor) -> Tensor:

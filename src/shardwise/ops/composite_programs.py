@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 from shardwise.call.operands import has_dtensor
 from shardwise.torch_internals.patches import KernelPatch, beneath_patches
@@ -44,7 +44,7 @@ def _pad_sequence(
     return torch.stack([padded(s) for s in sequences], 0 if batch_first else 1)
 
 
-def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
+def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:  # noqa: N803 (the name in the schema)
     columns = x.numel() if N is None else N
     if x.dim() != 1 or columns < 0:
         with beneath_patches():

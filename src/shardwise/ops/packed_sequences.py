@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 from shardwise.call.fallback import gather
 from shardwise.call.operands import compare_plain
@@ -61,7 +61,9 @@ def _pack(x: Any, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
             "not need ONNX exportability."
         )
     if not counts or counts[-1] <= 0:
-        raise RuntimeError("Length of all samples has to be greater than 0, but found an element that is <= 0")
+        raise RuntimeError(
+            "Length of all samples has to be greater than 0, but found an element that is <= 0"
+        )
     sizes = [sum(n > t for n in counts) for t in range(counts[0])]
     return torch.cat([x[t, :n] for t, n in enumerate(sizes)]), torch.tensor(sizes)
 

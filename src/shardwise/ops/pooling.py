@@ -18,7 +18,9 @@ aten = torch.ops.aten
 
 def pooling_patches() -> list[KernelPatch]:
     """The patches of poolings."""
-    reason = "torch pools tensor subclasses by the kernel of two dims, whose result has the strides of the input"
+    reason = (
+        "torch pools tensor subclasses by the kernel of two dims, whose result has the strides of the input"
+    )
     return [KernelPatch(aten.max_pool1d.default, _max_pool1d, reason, _needs_no_grad)]
 
 

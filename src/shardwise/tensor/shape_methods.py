@@ -218,7 +218,7 @@ def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) 
     )
     if x.is_conj():
         out = out.conj()
-    return torch._neg_view(out) if x.is_neg() else out
+    return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
 
 
 def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
