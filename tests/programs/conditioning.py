@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ _EXACT = frozenset(
     {"clone", "zeros_like", "ones_like", "full", "arange", "cat", "stack", "flip", "roll", "index"}
 )
 
+_SUMS = frozenset({"sum", "mean", "nansum", "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "cumsum"})
+"""Ops whose terms may cancel: where they give 0, those in another order give a rounding error of the terms."""
+
 
 class Rounding(TorchDispatchMode):
     """Change the floating-point results of ops by some units in the last place."""
@@ -29,14 +33,14 @@ class Rounding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
-        if (
-            any(a.alias_info is not None for a in func._schema.arguments)
-            or func.__name__.split(".")[0] in _EXACT
-        ):
+        name = func.__name__.split(".")[0]
+        if any(a.alias_info is not None for a in func._schema.arguments) or name in _EXACT:
             return out
-        return tree_map_only(Tensor, self._round, out)
+        terms = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()] if name in _SUMS else []
+        largest = max((float(a.abs().nan_to_num(0).max()) for a in terms if a.numel()), default=0.0)
+        return tree_map_only(Tensor, lambda t: self._round(t, largest), out)
 
-    def _round(self, t: Tensor) -> Tensor:
+    def _round(self, t: Tensor, largest: float) -> Tensor:
         if not (t.dtype.is_floating_point or t.dtype.is_complex) or t.layout is not torch.strided:
             return t
         if (
@@ -45,4 +49,7 @@ class Rounding(TorchDispatchMode):
             return t
         unit = 4 * torch.finfo(t.dtype).eps
         signs = torch.randint(-1, 2, t.shape, generator=self.generator)
-        return t.mul_(1 + unit * signs.to(t.real.dtype if t.dtype.is_complex else t.dtype))
+        errors = unit * signs.to(t.real.dtype if t.dtype.is_complex else t.dtype)
+        if math.isfinite(largest) and largest > 0:
+            t.add_(torch.where(t == 0, errors * largest, 0))
+        return t.mul_(1 + errors)

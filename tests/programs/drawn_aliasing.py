@@ -211,7 +211,10 @@ class Drawing:
         fits = [
             (n, t)
             for n, t in self.pool()
-            if _broadcasts(t, x) and (t.dtype is x.dtype or not (t.is_complex() and not x.is_complex()))
+            if _broadcasts(t, x)
+            and (t.dtype is x.dtype or not (t.is_complex() and not x.is_complex()))
+            # torch lets an integer tensor require a gradient, if a number that does is written to a part of it
+            and not (t.dim() == 0 and t.requires_grad and x.dtype is torch.int64)
         ]
         if not fits or self.rng.random() < 0.2:
             layout = draw_layout(self.rng, x.dim(), self.axes)
@@ -295,7 +298,9 @@ class Drawing:
             same = [m for m in same if tensors[m].shape == x.shape and not tensors[m].is_inference()]
             if rng.random() < 0.5 and not _is_leaf(x):
                 self.roots.discard(name)
-                dims = ["t_()", "transpose_(0, 1)", "swapdims_(-1, 0)"] if n == 2 else []
+                dims = ["t_()", "transpose_(0, 1)"] if n == 2 else []
+                # in inference mode torch runs it on a copy of a tensor with a lazy bit, and loses the change
+                dims += ["swapdims_(-1, 0)"] if n == 2 and not (x.is_neg() or x.is_conj()) else []
                 return f"{name}.{rng.choice([*dims, f'unsqueeze_({rng.randrange(n + 1)})', 'squeeze_()'])}"
             return (
                 f"{name}.data = {rng.choice(same)}.detach()"

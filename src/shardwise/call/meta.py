@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
+from shardwise.call.memory_formats import convolution
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
 
@@ -180,8 +181,9 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     strides = [*[x.stride(d) for d in before], *[0] * len(shape), *[x.stride(d) for d in after]]
     operands = [x.new_empty(0).as_strided(out.shape, strides)]
     for t in indices:
-        if t is not None:
-            strides = [*[0] * len(before), *t.expand(shape).stride(), *[0] * len(after)]
+        if t is not None:  # dims of size 1 keep the strides that reshaping gives them, which orders dims, too
+            t = t.expand(shape).reshape([*[1] * len(before), *shape, *[1] * len(after)])
+            strides = [s if n == m else 0 for s, n, m in zip(t.stride(), t.shape, out.shape, strict=True)]
             operands.append(x.new_empty(0).as_strided(out.shape, strides))
     stride = reduce(torch.add, operands) if len(operands) != 3 else torch.addcmul(*operands)
     return x.new_empty_strided(out.shape, stride.stride())
@@ -267,6 +269,7 @@ def _grouped_mm(
 # for devices.
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
+    aten.convolution.default: convolution,
     aten.multi_margin_loss_backward.default: _like(1, torch.contiguous_format),
     aten.multilabel_margin_loss_backward.default: _like(1, torch.contiguous_format),
     aten.binary_cross_entropy_backward.default: _like(1),

@@ -16,24 +16,27 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.overlap import is_repeated
 from shardwise.call.strides import may_overlap
 from shardwise.call.view_scatter import COMPUTED
-from shardwise.comm import map_ranks
+from shardwise.comm import first_rank, map_ranks
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import announce
 
 __all__ = ["announce_write", "overlaps_itself", "run_on_memory"]
 
+aten = torch.ops.aten
+
 
 def overlaps_itself(view: DTensor) -> bool:
     """Whether an op on a view must run on the memory of its base, because the view has elements of it more than once.
 
     Not where the view is written by an op that runs in the place of another one, which writes back; an expanded view is handled
-    where its route is chosen, and torch's kernels do not read lazy bits there.
+    where its route is chosen, and torch's kernels do not read lazy bits there. A view with lazy bits has them in memory, too:
+    there torch computes its values, runs the op on these, and copies all of them back.
     """
     source = view._source
     if source is None or source.is_held or not may_overlap(view.shape, view.stride()):
         return False
-    return not is_repeated(view) and not any(source.lazy_bits())
+    return not is_repeated(view)
 
 
 def run_on_memory(call: OpCall, target: DTensor) -> Any:
@@ -49,11 +52,40 @@ def run_on_memory(call: OpCall, target: DTensor) -> Any:
         full = {id(t): gather(func, t) for t in call.tensors if isinstance(t, DTensor) and t is not target}
 
         def write(view: Tensor) -> None:
-            views = {**full, id(target): view}
+            memory = map_ranks(_memory, view)
+            value = map_ranks(_value, view)
+            views = {**full, id(target): value}
             map_ranks(func, *replace_tensors(call.args, views), **replace_tensors(call.kwargs, views))
+            if first_rank(value) is not first_rank(view):
+                bits = _bits(first_rank(view))
+                map_ranks(lambda m, v: m.copy_(_converted(v, bits)), memory, value)
 
         source.write_as(write)
-    return target
+    return target if call.info.returns else None
+
+
+def _bits(view: Tensor) -> tuple[bool, bool]:
+    """Whether a plain tensor is conjugated, and whether it is negated, when it is read."""
+    return view.is_conj(), view.is_neg()
+
+
+def _memory(view: Tensor) -> Tensor:
+    """What a plain tensor has in memory: the same without lazy bits."""
+    conj, neg = _bits(view)
+    view = view.conj() if conj else view
+    return aten._neg_view.default(view) if neg else view
+
+
+def _value(view: Tensor) -> Tensor:
+    """The value of a plain tensor: itself, or a copy if it has lazy bits, which kernels do not read here."""
+    return _converted(_memory(view).clone(), _bits(view)) if any(_bits(view)) else view
+
+
+def _converted(x: Tensor, bits: tuple[bool, bool]) -> Tensor:
+    """What is in memory as the value of a tensor with these lazy bits, or the other way round."""
+    conj, neg = bits
+    x = x.conj_physical() if conj else x
+    return x.neg() if neg else x
 
 
 def announce_write(func: Any, view: DTensor) -> None:

@@ -240,6 +240,11 @@ def _fused_plans(lists: list[list[Any]], kwargs: dict[str, Any]) -> list[Plan]:
 
 def _run_fused_on_mesh(func: Any, lists: list[list[Any]], kwargs: dict[str, Any]) -> None:
     targets = _fused_targets(lists)
+    is_moved = any(p._spec.layout is not goal for p, goal in zip(lists[0], targets, strict=True) if goal)
+    if is_moved and len(lists[0]) > 1:  # two of them may have the same memory
+        for i in range(len(lists[0])):
+            _run_fused_on_mesh(func, [[a[i]] if a else a for a in lists], kwargs)
+        return
     moved = [[_moved(func, t, goal) for t, goal in zip(a, targets, strict=False)] for a in lists]
     named = {k: _blocks(_moved(func, v, None)) for k, v in kwargs.items()}
     map_ranks(func, *[_blocks(a) for a in moved], **named)

@@ -24,7 +24,7 @@ from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
 from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS, PASS_PLAIN_TENSORS
 
-__all__ = ["inner_plain_patches"]
+__all__ = ["inner_plain_patches", "replicated_states"]
 
 aten = torch.ops.aten
 
@@ -70,22 +70,27 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return _composite(func)(*args, **kwargs)
 
 
+def replicated_states(func: Any, x: DTensor, states: Any) -> Any:
+    """The initial states of a recurrent layer: those that are plain are compared between ranks, and replicated."""
+    mesh, simulated = x.device_mesh, is_simulated_tensor(x)
+
+    def state(t: Any) -> Any:
+        if isinstance(t, DTensor) or not isinstance(t, Tensor):
+            return t
+        if not simulated and not in_backward():
+            compare_plain(func, [t], [0], mesh)
+        return replicate(t, mesh, simulated=simulated)
+
+    return map_leaves(state, states)
+
+
 def _recurrent(func: Any) -> Callable[..., Any]:
     """A recurrent op: its initial states, which torch's modules create, are compared between ranks and replicated."""
 
     def run(x: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
-        call = OpCall(func, (x, hx, *args), kwargs)
-        mesh, simulated = call.mesh, call.simulated
-
-        def state(t: Any) -> Any:
-            if isinstance(t, DTensor) or not isinstance(t, Tensor):
-                return t
-            if not simulated and not in_backward():
-                compare_plain(func, [t], [0], mesh)
-            return replicate(t, mesh, simulated=simulated)
-
+        states = replicated_states(func, OpCall(func, (x, hx, *args), kwargs).first, hx)
         with beneath_patches():
-            return func(x, map_leaves(state, hx), *args, **kwargs)
+            return func(x, states, *args, **kwargs)
 
     return run
 
@@ -103,6 +108,20 @@ def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if has_dtensor(args, kwargs):
         _check_operands(original.__name__, args, kwargs)
     return _trusting(original, *args, **kwargs)
+
+
+def _broadcast(original: Callable[..., Any], *tensors: Any) -> Any:
+    """`broadcast_tensors`, with numbers as replicated tensors: broadcast, they would be plain tensors of many elements."""
+    given = tensors_in(tensors)
+    first = next((t for t in given if isinstance(t, DTensor)), None)
+    if first is None:
+        return original(*tensors)
+
+    def number(t: Any) -> Any:
+        is_number = type(t) is Tensor and t.numel() == 1 and not t.requires_grad
+        return _replicated(t, (first,)) if is_number else t
+
+    return original(*[map_leaves(number, t) for t in tensors])
 
 
 _COMPOSITES = {
@@ -130,6 +149,11 @@ def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
             for func in funcs
         ),
         KernelPatch(attention, _attention, masks, has_dtensor),
+        PythonPatch(
+            (torch, "broadcast_tensors"),
+            _broadcast,
+            "torch.distributions passes numbers as plain tensors, and computes with the results",
+        ),
         *(KernelPatch(func, _recurrent(func), states, has_dtensor) for func in _RECURRENT),
         *(
             PythonPatch(target, run, f"torch creates {what} as a plain tensor")

@@ -15,11 +15,15 @@ from torch import Tensor
 from shardwise.call.fallback import gather
 from shardwise.call.operands import has_dtensor
 from shardwise.comm import PerRank, first_rank
+from shardwise.ops.composite_programs import composite_patches
 from shardwise.ops.dropout import dropout_patches
 from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.memory_patches import memory_patches
+from shardwise.ops.packed_sequences import packed_sequence_patches
+from shardwise.ops.pooling import pooling_patches
 from shardwise.ops.prod import prod_patches
+from shardwise.ops.random_gradients import random_gradient_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
 from shardwise.tensor.dtensor import DTensor
@@ -138,11 +142,15 @@ PATCHES: tuple[AnyPatch, ...] = (
         _multi_grad_hook,
         "torch asks the engine about the node of a block, and in a simulation there are several",
     ),
+    *composite_patches(),
     *dropout_patches(),
     *index_patches(),
     *inner_plain_patches(),
     *memory_patches(),
+    *packed_sequence_patches(),
+    *pooling_patches(),
     *prod_patches(),
+    *random_gradient_patches(),
     *sparse_patches(),
     *tracing_patches(),
 )

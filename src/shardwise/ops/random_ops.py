@@ -155,7 +155,7 @@ def _rrelu_functional(
     slopes = torch.where(x <= 0, slopes, 1)
     if into is not None:
         into.copy_(slopes)
-    return x * slopes, slopes
+    return (x * slopes).contiguous(), slopes  # as the kernel's, whatever the strides of the input are
 
 
 def _multinomial(

@@ -48,6 +48,15 @@ class PythonMethods:
             return format(self.item(), spec)
         return object.__format__(self, spec)
 
+    def __len__(self: Any) -> int:
+        if self.dim() == 0:  # for torch.tensor([x, y]), whatever has __getitem__ is a sequence
+            raise TypeError(
+                "len() of a 0-d tensor\n"
+                f"  why: The DTensor {self._spec} has no dims. torch.tensor([x, y]) takes DTensors for lists.\n"
+                "  fix: torch.stack([x, y]), or torch.tensor([x.item(), y.item()])"
+            )
+        return int(self.shape[0])
+
     apply_ = _each_element("apply_")
     map_ = _each_element("map_")
     map2_ = _each_element("map2_")

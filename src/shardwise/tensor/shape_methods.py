@@ -57,9 +57,9 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
                 raise RuntimeError(_USED.format(name=name, out_of_place=name[:-1], spec=self._spec))
             return original(self, *args, **kwargs)
         former = _former_self(self)
-        if self.requires_grad:
+        if self.requires_grad and torch.is_grad_enabled():
             new = out_of_place(self, *args, **kwargs)
-        else:  # as the base of its views it may get a gradient later, whatever mode this is
+        else:  # a view still gets the gradient of its base, and the base of views may get one later, whatever mode this is
             with torch.inference_mode(False), torch.enable_grad():
                 new = out_of_place(self, *args, **kwargs)
         if not getattr(new, "_can_change_places", False):  # no view, or one of a torch.func transform
@@ -72,7 +72,8 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
             former.__dict__[_SUCCESSOR] = (successor, name_before, (*calls, call))
         # torch counts it as a write, except that resizing to the same size is nothing
         is_write = new.shape != self.shape or not name.startswith("resize")
-        if self.requires_grad and (former is not None or view_base(self) is None):
+        is_base = former is not None or view_base(self) is None
+        if self.requires_grad and is_base and torch.is_grad_enabled():
             _NewNode.apply(self if former is None else former)  # type: ignore[no-untyped-call]
             is_write = False  # it is counted already
         return self._become(new, is_write=is_write)
@@ -111,6 +112,8 @@ def _former_self(x: Any) -> Any:
 
 def _detach(self: Any) -> Any:
     """Detach the tensor from its graph."""
+    if torch.is_inference_mode_enabled() and not self.is_inference():
+        return self  # in inference mode torch runs the kernel alone, which does nothing
     former = _former_self(self)
     keeps = self.is_leaf or self.retains_grad or not _can_change_places(self)
     if former is None and (keeps or view_base(self) is not None):
@@ -210,9 +213,12 @@ def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) 
     root, size, stride = view_base(x), tuple(size), tuple(stride)
     if root is None or (not storage_offset and (size, stride) == (tuple(x.shape), x.stride())):
         return torch.Tensor.as_strided(x, size, stride, storage_offset)
-    return torch.Tensor.as_strided(
+    out = torch.Tensor.as_strided(
         root, size, stride, view_offset(x) if storage_offset is None else storage_offset
     )
+    if x.is_conj():
+        out = out.conj()
+    return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
 
 
 def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:

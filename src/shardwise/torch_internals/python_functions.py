@@ -6,6 +6,7 @@ __all__ = ["CREATE_PLAIN_TENSORS", "PASS_PLAIN_TENSORS", "READ_MEMORY"]
 
 CREATE_PLAIN_TENSORS = {
     "torch.nn.init.sparse_": "the positions of zeros",
+    "torch.nn.utils.rnn.unpad_sequence": "the positions in a sequence",
     "torch._lowrank.get_approximate_basis": "a random matrix",
     "torch.functional._unravel_index": "the strides of the shape",
     "torch.masked._ops._std_var": "the number of elements",

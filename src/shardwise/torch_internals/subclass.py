@@ -152,7 +152,7 @@ def can_become_view(x: Tensor) -> bool:
     if x.is_inference():
         return False
     if x.requires_grad:
-        if x.is_leaf or x.retains_grad or not torch.is_grad_enabled():
+        if x.is_leaf or x.retains_grad or not (torch.is_grad_enabled() or x._is_view()):
             return False
     elif x.grad is not None:
         return False
@@ -160,7 +160,7 @@ def can_become_view(x: Tensor) -> bool:
         return True
     base: Any = x._base
     is_default = torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
-    return is_default and not (base.requires_grad and base.is_leaf)
+    return is_default and not (base.requires_grad and base.is_leaf and torch.is_grad_enabled())
 
 
 def is_used_elsewhere(x: Tensor) -> bool:

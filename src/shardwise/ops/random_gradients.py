@@ -1,0 +1,49 @@
+"""Gradients of random numbers: zeros, which torch creates as a plain tensor for some ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.patches import KernelPatch, beneath_patches
+
+__all__ = ["random_gradient_patches"]
+
+aten = torch.ops.aten
+
+
+def random_gradient_patches() -> list[KernelPatch]:
+    """The patches of these ops."""
+    reason = "torch creates the gradients of the mean and the standard deviation as plain tensors"
+    funcs = (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+    return [KernelPatch(func, _normal(func), reason, _needs_grad) for func in funcs]
+
+
+def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    has_dtensor = any(isinstance(t, DTensor) for t in tensors)
+    return has_dtensor and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _normal(func: Any) -> Any:
+    def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+        return _Normal.apply(func, mean, std, generator)  # type: ignore[no-untyped-call]
+
+    return run
+
+
+class _Normal(torch.autograd.Function):
+    """`apply(op, mean, std, generator)`."""
+
+    @staticmethod
+    def forward(ctx: Any, func: Any, mean: Any, std: Any, generator: Any) -> Any:
+        ctx.save_for_backward(*[t if isinstance(t, Tensor) else None for t in (mean, std)])
+        with beneath_patches():
+            return func(mean, std, generator=generator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *[None if t is None else torch.zeros_like(t) for t in ctx.saved_tensors], None
