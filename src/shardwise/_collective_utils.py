@@ -96,7 +96,7 @@ def redistribute_cost(current_spec: Spec, target_spec: Spec) -> float:
 
 def spec_to_bytes(spec: Spec) -> int:
     """The bytes of the full tensor."""
-    return spec.dtype.itemsize * math.prod(spec.shape)
+    return int(spec.dtype.itemsize * math.prod(spec.shape))
 
 
 __getattr__ = absent(

@@ -72,7 +72,7 @@ def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> DimMap:
     return (*dims[:start], Flatten.new(dims[start : end + 1]), *dims[end + 1 :])
 
 
-def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> DimMap:
+def _movedim(x: Tensor, source: Any, destination: Any) -> DimMap:
     order = torch.movedim(
         torch.empty([0] * x.ndim, device="meta").as_strided([1] * x.ndim, [*range(x.ndim)]),
         source,
