@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import shardwise as sw
 from shardwise import LayoutError, Partial, Replicate, Shard, _utils
 from shardwise._collective_utils import fill_empty_tensor_to_shards, redistribute_cost
+from shardwise._ops import _view_ops as views
 from shardwise._sharding_prop import ShardingPropagator
 
 
@@ -82,3 +84,82 @@ def test_costs_order_redistributions(line):
     assert 0 < redistribute_cost(split, full) < redistribute_cost(pending, full)
     other = sw.init_device_mesh("cpu", (2, 2))
     assert redistribute_cost(split, sw.distribute_tensor(whole, other, [Shard(0)] * 2)._spec) == math.inf
+
+
+def test_names_of_torchs_design_are_imported_and_refuse_to_be_used():
+    from shardwise._dispatch import OpDispatcher
+    from shardwise._op_schema import OpSchema, OpStrategy
+    from shardwise._ops._matrix_ops import mm_single_dim_strategy
+    from shardwise._ops.utils import register_op_strategy
+    from shardwise._redistribute import _gen_transform_infos
+    from shardwise.debug import _get_fast_path_sharding_prop_cache_stats
+    from shardwise.experimental._attention import _HeadTailLoadBalancer
+
+    assert not isinstance(3, OpStrategy)
+    used = [OpDispatcher, OpSchema, mm_single_dim_strategy, register_op_strategy, _gen_transform_infos]
+    for name in [*used, _get_fast_path_sharding_prop_cache_stats, _HeadTailLoadBalancer]:
+        with pytest.raises(NotImplementedError, match=rf"(?s){name.__name__} was used.*why: .*fix: "):
+            name(torch.ops.aten.mm.default)
+    with pytest.raises(ImportError, match="OpSchemes"):
+        from shardwise._op_schema import OpSchemes  # type: ignore[attr-defined] # noqa: F401
+
+
+_SHAPES = [(), (3,), (2, 3), (1, 3, 1, 4), (2, 1, 4, 5)]
+
+
+def _view_calls():
+    for shape in _SHAPES:
+        x, n = torch.empty(shape), len(shape)
+        for op in (
+            torch.atleast_1d,
+            torch.atleast_2d,
+            torch.atleast_3d,
+            torch.flatten,
+            torch.ravel,
+            torch.squeeze,
+        ):
+            yield op, (x,)
+        for d in range(-n, n):
+            yield torch.unsqueeze, (x, d)
+            for e in range(-n, n):
+                yield torch.transpose, (x, d, e)
+                yield torch.movedim, (x, d, e)
+        yield torch.permute, (x, tuple(range(n))[::-1])
+        yield Tensor.view, (x, -1)
+        yield torch.reshape, (x, (1, *shape[::-1], 1))
+        for times in ((3, 1, *[2] * n), (2, *[1] * n)):
+            yield Tensor.repeat, (x, *times)
+            yield torch.tile, (x, times)
+        yield Tensor.expand, (x, 5, *[-1] * n)
+
+
+def _size(spec, shape):
+    """The size of a dim by what it is made of."""
+    match spec:
+        case views.Singleton():
+            return 1
+        case views.InputDim(d):
+            return shape[d]
+        case views.Broadcast(_, size):
+            return size
+        case views.Repeat(inner, times):
+            return _size(inner, shape) * times
+        case views.Flatten(dims):
+            return math.prod(_size(d, shape) for d in dims)
+        case views.Split(_, sizes, i):
+            return sizes[i]
+    raise AssertionError(spec)
+
+
+def test_dim_maps_say_what_the_dims_of_a_view_are_made_of():
+    calls = list(_view_calls())
+    assert len(calls) > 100
+    for op, args in calls:
+        made_of = views.dim_maps[op](*args)
+        assert tuple(_size(spec, args[0].shape) for spec in made_of) == op(*args).shape, (op, args)
+    flat = views.Flatten((views.InputDim(2), views.InputDim(3)))
+    assert views.view_groups((1, 1, 3, 2, 1, 1), (6, 1, 1, 1)) == (
+        flat, views.InputDim(4), views.InputDim(5), views.Singleton(),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="cannot be expanded"):
+        views.dim_maps[torch.broadcast_to](torch.empty(24, 36), (1, 2, 4))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._absent import absent
 from shardwise.layout import Placement, Replicate, Shard, Spec
 from shardwise.plan import plan_redistribute
 from shardwise.plan.settings import current_costs
@@ -22,6 +23,7 @@ __all__ = [
     "pad_tensor",
     "redistribute_cost",
     "shard_dim_alltoall",
+    "spec_to_bytes",
     "unpad_tensor",
 ]
 
@@ -90,3 +92,16 @@ def redistribute_cost(current_spec: Spec, target_spec: Spec) -> float:
     return current_costs().total(
         [plan_redistribute(current_spec.layout, target_spec.layout, current_spec.dtype.itemsize)]
     )
+
+
+def spec_to_bytes(spec: Spec) -> int:
+    """The bytes of the full tensor."""
+    return int(spec.dtype.itemsize * math.prod(spec.shape))
+
+
+__getattr__ = absent(
+    "_collective_utils",
+    "MeshTopoInfo allgather_cost allreduce_cost check_tensor_meta one_step_redistribute_cost reduce_scatter_cost",
+    why="Costs come from the current cost model, which a program sets or measures.",
+    fix="with shardwise.costs(shardwise.CostModel.measure(mesh)): ...",
+)

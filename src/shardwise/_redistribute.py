@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._absent import absent
 from shardwise.layout import Placement, Spec
+from shardwise.plan.settings import forget_decisions
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Redistribute", "redistribute_local_tensor", "use_min_cost_redistribution_plan"]
+__all__ = [
+    "Redistribute",
+    "clear_redistribute_planner_cache",
+    "disable_redistribute_transform_optimization",
+    "redistribute_local_tensor",
+    "use_min_cost_redistribution_plan",
+]
 
 
 class Redistribute:
@@ -43,6 +51,15 @@ def use_min_cost_redistribution_plan(enabled: bool = True) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def disable_redistribute_transform_optimization() -> Iterator[None]:
+    """Do nothing: collectives over several axes are one step of a plan, not a later optimization of it."""
+    yield
+
+
+clear_redistribute_planner_cache = forget_decisions
+
+
 def redistribute_local_tensor(
     local_tensor: Tensor, current_spec: Spec, target_spec: Spec, *, async_op: bool = False, **_: object
 ) -> Tensor:
@@ -52,3 +69,12 @@ def redistribute_local_tensor(
             placements=target_spec.placements, async_op=async_op
         )
         return moved.to_local()
+
+
+__getattr__ = absent(
+    "_redistribute",
+    "DTensorRedistributePlanner NestedRedistribute _FlattenedTransformInfo _TransformInfo _gen_transform_infos "
+    "_gen_transform_infos_non_cached _optimize_transform_infos get_redistribute_planner",
+    why="A redistribution is a search over layouts whose result is a `Plan`, not a list of changes of placements.",
+    fix="shardwise.plan_redistribute(before, after) returns the plan, which can be printed and costed.",
+)

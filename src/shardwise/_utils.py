@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api.geometry import compute_local_shape_and_global_offset
-from shardwise.comm import axes_of
 from shardwise.layout import (
     Axes,
     Layout,
@@ -81,7 +80,9 @@ def compute_global_tensor_info(
     tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
     """The shape and the strides of the full tensor whose blocks all have the shape of this one."""
-    shape = global_shape(Layout.of(tuple(tensor.shape), axes_of(mesh), placements), tuple(tensor.shape))
+    # of a mesh only the sizes count, as in torch: its tests pass other objects that have them
+    axes = Axes(tuple(mesh.size(axis) for axis in range(len(placements))))
+    shape = global_shape(Layout.of(tuple(tensor.shape), axes, placements), tuple(tensor.shape))
     return list(shape), list(global_stride(shape, tensor.stride()))
 
 

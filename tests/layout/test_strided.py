@@ -37,6 +37,11 @@ def _by_definition(size: int, sizes: tuple[int, ...], placements, coord) -> list
         ((3,), (StridedShard(0, split_factor=2),)),
         ((1, 2), (Shard(0), StridedShard(0, split_factor=2))),
         ((2, 1), (StridedShard(0, split_factor=2), Shard(0))),
+        # as after views: later axes split what the ones before have left
+        ((2, 2), (Shard(0), StridedShard(0, split_factor=3))),
+        ((2, 2), (StridedShard(0, split_factor=3), StridedShard(0, split_factor=6))),
+        ((2, 2), (StridedShard(0, split_factor=4), StridedShard(0, split_factor=2))),
+        ((3, 2, 2), (Shard(0), StridedShard(0, split_factor=2), StridedShard(0, split_factor=6))),
     ],
 )
 def test_the_blocks_are_those_of_the_definition(sizes, placements):
@@ -64,6 +69,8 @@ def test_fsdp_over_a_packed_dim_cuts_the_packed_parts():
         (StridedShard(0, split_factor=5), Shard(0)),
         (StridedShard(0, split_factor=7), sw.Replicate()),
         (StridedShard(0, split_factor=2), Shard(0, order=0)),
+        (StridedShard(0, split_factor=3), Shard(0)),  # half of three parts
+        (Shard(0), StridedShard(0, split_factor=5)),
     ],
 )
 def test_what_cannot_be_read_is_an_error(placements):

@@ -107,8 +107,11 @@ def test_a_module_is_distributed_once(mesh):
     with pytest.raises(PlanError, match=r"0.weight is already distributed, as \[6, 4\]"):
         parallelize_module(module, mesh, {"0": "colwise"})
     styled = parallelize_module(mlp(), mesh["tp"], {"0": ColwiseParallel()})
-    with pytest.raises(PlanError, match="already distributed"):
+    with pytest.raises(PlanError, match="already distributed, by a style"):
         parallelize_module(styled, mesh["tp"], {"0": ColwiseParallel()})
+    whole = sw.distribute_module(mlp(), mesh["tp"])
+    with pytest.raises(PlanError, match=r"weight is already distributed, as \[6, 4\], and needs \[6:tp, 4\]"):
+        parallelize_module(whole, mesh["tp"], {"0": ColwiseParallel()})
 
 
 def test_parameters_on_another_device_and_things_that_are_no_modules(mesh):

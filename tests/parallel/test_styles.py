@@ -188,3 +188,19 @@ def test_without_a_source_rank_nothing_is_sent():
             with CommDebugMode() as comm:
                 parallelize_module(nn.Linear(4, 6), mesh, plan, src_data_rank=None)
             assert comm.get_total_counts() == 0
+
+
+def test_a_tied_parameter_that_another_style_placed_is_used_as_it_is():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        dense = nn.ModuleDict({"tokens": nn.Embedding(8, 6), "output": nn.Linear(6, 8, bias=False)}).double()
+        dense["output"].weight = dense["tokens"].weight
+        model = copy.deepcopy(dense)
+        parallelize_module(model, mesh, {"tokens": RowwiseParallel(input_layouts=Replicate())})
+        parallelize_module(model["output"], mesh, ColwiseParallel(output_layouts=Replicate()))
+        assert model["output"].weight is model["tokens"].weight
+        ids = torch.tensor([[1, 5, 7]])
+        for m in (dense, model):
+            m["output"](m["tokens"](ids)).pow(2).sum().backward()
+        torch.testing.assert_close(model["tokens"].weight.grad.full_tensor(), dense["tokens"].weight.grad)

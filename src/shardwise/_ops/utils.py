@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from shardwise._absent import absent
 from shardwise.layout import Spec
 
 __all__ = [
     "is_tensor_dim_sharded",
     "is_tensor_evenly_shardable",
+    "is_tensor_evenly_shardable_on_dim",
     "is_tensor_partial",
     "is_tensor_shardable",
     "normalize_dim",
@@ -55,3 +57,19 @@ def is_tensor_shardable(shape: Sequence[int], spec: Spec) -> bool:
 def is_tensor_evenly_shardable(shape: Sequence[int], spec: Spec) -> bool:
     """Whether each dim of the shape is a multiple of the number of its blocks."""
     return all(size % parts == 0 for size, parts in zip(shape, spec.num_shards_map, strict=True))
+
+
+def is_tensor_evenly_shardable_on_dim(shape: Sequence[int], spec: Spec, dim: int) -> bool:
+    """Whether a dim of the shape is a multiple of the number of its blocks."""
+    dim = normalize_dim(dim, len(shape))
+    return shape[dim] % spec.num_shards_map[dim] == 0
+
+
+__getattr__ = absent(
+    "_ops.utils",
+    "expand_to_full_mesh_op_strategy generate_redistribute_costs infer_broadcast_dims_map map_placements_after_broadcast "
+    "register_op_strategy register_prop_rule replicate_op_strategy shift_shard_dims_after_insert "
+    "shift_shard_dims_after_remove",
+    why="Rules in `shardwise.rules` say which layouts an op allows; they are not built from strategies.",
+    fix="shardwise.register_sharding(op) adds a rule.",
+)

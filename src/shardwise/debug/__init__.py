@@ -1,10 +1,20 @@
 """Debugging: counts of collectives, and pictures of layouts."""
 
+from shardwise._absent import absent
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.picture import picture, visualize_sharding
 from shardwise.plan.settings import forget_decisions
 
-_clear_sharding_prop_cache = forget_decisions
-"""Torch's name for forgetting how ops run."""
+_clear_sharding_prop_cache = _clear_python_sharding_prop_cache = _clear_fast_path_sharding_prop_cache = (
+    forget_decisions
+)
+"""Torch's names for forgetting how ops run."""
 
 __all__ = ["CommDebugMode", "picture", "visualize_sharding"]
+
+__getattr__ = absent(
+    "debug",
+    "_get_fast_path_sharding_prop_cache_stats _get_python_sharding_prop_cache_info",
+    why="The cached path of an op counts nothing, because counting costs time on every call.",
+    fix="shardwise.debug.CommDebugMode counts collectives.",
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from shardwise.layout.errors import LayoutError
 
@@ -92,6 +92,20 @@ class Shard(Placement):
             blocks = [_pad(b, self.dim, n) for b, n in zip(blocks, padding, strict=True)]
         return [b.contiguous() if contiguous else b for b in blocks], padding if with_padding else []
 
+    def _select_split_tensor(
+        self,
+        tensor: Any,
+        num_chunks: int,
+        index: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+        clone: bool = True,
+    ) -> Any:
+        """One of the blocks of `_split_tensor`, as a copy if asked for."""
+        blocks, _ = self._split_tensor(tensor, num_chunks, with_padding=with_padding, contiguous=contiguous)
+        return blocks[index].clone() if clone else blocks[index]
+
     def _options(self) -> str:
         order = "" if self.order is None else f", order={self.order}"
         return order + (f", factors={self.factors}, factor={self.factor}" if self.factors else "")
@@ -109,6 +123,18 @@ def _pad(block: Any, dim: int, count: int) -> Any:
     shape[dim] += count
     out = block.new_zeros(shape)
     out.narrow(dim, 0, block.shape[dim]).copy_(block)
+    return out
+
+
+def _joined(pieces: list[Any], dim: int) -> Any:
+    """Pieces of a dim, one after the other."""
+    shape = list(pieces[0].shape)
+    shape[dim] = sum(p.shape[dim] for p in pieces)
+    out = pieces[0].new_empty(shape)
+    at = 0
+    for piece in pieces:
+        out.narrow(dim, at, piece.shape[dim]).copy_(piece)
+        at += piece.shape[dim]
     return out
 
 
@@ -135,6 +161,21 @@ class StridedShard(Placement):
                 why="It is the number of blocks that the dim is already split into.",
                 fix="Use an int of at least 1.",
             )
+
+    def _split_tensor(
+        self, tensor: Any, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Any], list[int]]:
+        """The blocks of a tensor: each has a part of each of `split_factor` equal parts of the dim."""
+        parts, _ = Shard(self.dim)._split_tensor(
+            tensor, self.split_factor, with_padding=False, contiguous=False
+        )
+        pieces = [Shard(self.dim)._split_tensor(p, num_chunks, with_padding=False)[0] for p in parts]
+        blocks = [_joined([piece[rank] for piece in pieces], self.dim) for rank in range(num_chunks)]
+        sizes = [b.shape[self.dim] for b in blocks]
+        padding = [max(sizes) - n for n in sizes]
+        if with_padding and any(padding):
+            blocks = [_pad(b, self.dim, n) for b, n in zip(blocks, padding, strict=True)]
+        return blocks, padding if with_padding else []
 
     def __repr__(self) -> str:
         return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
@@ -170,6 +211,8 @@ class Partial(Placement):
     """
 
     reduce_op: str = "sum"
+
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:

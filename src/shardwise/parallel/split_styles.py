@@ -24,6 +24,9 @@ from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
+_STYLED = "_shardwise_styled"
+"""Set on modules whose inputs and outputs a style converts; doing it twice would split a block again."""
+
 _ATTENTION_INPUTS = ("query", "key", "value")
 
 
@@ -48,17 +51,31 @@ class _SplitStyle(ParallelStyle):
         name = f"{type(self).__name__} of {type(module).__name__}"
         if problems := device_problems(owned_tensors(module), device_mesh):
             return [f"{name}: {problem}" for problem in problems]
-        if any(isinstance(t, DTensor) for t in tensors):
-            return [f"{name}: its parameters are already distributed"]
+        if problems := self._placed_otherwise(module, device_mesh):
+            return [f"{name}: {problem}" for problem in problems]
         if isinstance(module, nn.MultiheadAttention) and self.split == "in":
             return [f"{name}: its heads are split by ColwiseParallel, which includes the output projection"]
         if all(split_dim(module, t, self.split) is None for t in tensors):
             return [f"{name}: it has no parameter with features to split"]
         return []
 
+    def _placed_otherwise(self, module: nn.Module, mesh: DeviceMesh) -> list[str]:
+        """What is wrong with tensors that are distributed already; a tied one may have the layout that it needs here."""
+        problems = []
+        is_styled = _STYLED in vars(module) or isinstance(module, nn.MultiheadAttention)
+        for n, t in owned_tensors(module):
+            if isinstance(t, DTensor):
+                wanted = named_layout(Slot(module, "", n, t), NamedStyle(self.split), axes_of(mesh), 0)
+                if is_styled:
+                    problems.append(f"{n} is already distributed, by a style")
+                elif t.device_mesh != mesh or t.sharding != wanted:
+                    problems.append(f"{n} is already distributed, as {t.sharding}, and needs {wanted}")
+        return problems
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         place_own(module, device_mesh, NamedStyle(self.split), self.src_data_rank)
         run_on_blocks(module)
+        vars(module)[_STYLED] = True
         module.register_forward_pre_hook(lambda m, args: self._inputs(m, args, device_mesh))
         module.register_forward_hook(lambda m, args, out: self._outputs(m, out, device_mesh))
         return module

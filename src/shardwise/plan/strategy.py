@@ -131,6 +131,7 @@ def every_choice(
         roles = [_Role(letter=x) for x in letters]
         roles += [_Role(op=op, inputs=group) for group in rule.linear for op in ("sum", "avg")]
         roles += [_Role(op=op, inputs=frozenset({i})) for op in rule.monotone for i in range(len(shapes))]
+        roles += [_Role(op=op, inputs=frozenset(range(len(shapes)))) for op in sorted(rule.jointly)]
         every = list(itertools.product([*roles, _NOTHING], repeat=len(axes)))
         found = [_choice(rule, layouts, outputs, r) for r in every]
         if len(axes) == 1:
@@ -270,8 +271,11 @@ def _roles(rule: Rule, layouts: Sequence[Layout], axis: int) -> list[_Role]:
             op = dict(layout.partial).get(axis)
             if op in ("sum", "avg"):
                 found |= {_Role(op=op, inputs=group): None for group in rule.linear if i in group}
-            elif op is not None and op in rule.monotone:
-                found[_Role(op=op, inputs=frozenset({i}))] = None
+            elif op is not None:
+                if op in rule.monotone:
+                    found[_Role(op=op, inputs=frozenset({i}))] = None
+                if op in rule.jointly:
+                    found[_Role(op=op, inputs=frozenset(range(len(layouts))))] = None
     return [*found, _NOTHING]
 
 

@@ -35,6 +35,8 @@ def _on_axis(rule: Rule, inputs: Sequence[Placement | None], count: int) -> list
             op = (
                 p.reduce_op if is_passed and p.reduce_op in ("sum", "avg") else rule.monotone.get(p.reduce_op)
             )
+            if op is None and p.reduce_op in rule.jointly and all(k == p for k in inputs):
+                op = p.reduce_op
             if op is not None:
                 return [None if j in rule.alike else Partial(op) for j in range(count)]
     return [None] * count

@@ -142,6 +142,7 @@ def follow_torch_state(state: State | None) -> None:
     """
     global _torch_seed
     if state is None:
-        _torch_seed = torch.initial_seed()
+        # not torch.initial_seed, which a mode may have replaced by one that sets the state
+        _torch_seed = torch.default_generator.initial_seed()
     else:
         restore(state)

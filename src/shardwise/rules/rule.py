@@ -40,6 +40,7 @@ class Rule:
     - `reduced`: how partial values are reduced if a letter is split that an output lacks; that output is then pending.
     - `linear`: groups of inputs; a pending sum passes through if all inputs of a group are pending.
     - `monotone`: what a pending reduction of the only tensor becomes, as in {"max": "min"}.
+    - `jointly`: reductions that pass, as they are, if they are pending in all inputs.
     - `addends`: inputs that are added to the reduced value, and so must be partial values where it is one.
     - `local`: the program that a rank runs in place of the op, or None for the op itself.
     - `ranges`: letters that are split only so that each rank has a contiguous range, because `local` counts from its offset.
@@ -52,6 +53,7 @@ class Rule:
     reduced: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     monotone: Mapping[str, str] = field(default_factory=dict)
+    jointly: frozenset[str] = frozenset()
     addends: frozenset[int] = frozenset()
     local: Callable[[Call, Place], Local | None] | None = None
     ranges: frozenset[str] = frozenset()
@@ -64,7 +66,7 @@ class Rule:
         Integer sums wrap around and sums of bools are "or", so neither survives a cast to another dtype. Complex
         numbers have no max or min.
         """
-        if not call.output_dtypes or not (self.linear or self.monotone):
+        if not call.output_dtypes or not (self.linear or self.monotone or self.jointly):
             return self
         outputs = [d for i, d in enumerate(call.output_dtypes) if i not in self.alike]
         to_floats = all(_is_float(d) for d in outputs)
@@ -75,7 +77,9 @@ class Rule:
 
         ordered = not any(d.startswith("complex") for d in outputs)
         monotone = {a: b for a, b in self.monotone.items() if ordered and (a != "product" or passes(0))}
-        return replace(self, linear=tuple(g for g in self.linear if all(map(passes, g))), monotone=monotone)
+        jointly = self.jointly if ordered and len({*call.dtypes, *outputs}) == 1 else frozenset()
+        linear = tuple(g for g in self.linear if all(map(passes, g)))
+        return replace(self, linear=linear, monotone=monotone, jointly=jointly)
 
     def writing(self, slots: Sequence[int]) -> Rule:
         """The rule of an op that writes to some of its inputs, whose layouts must not change.

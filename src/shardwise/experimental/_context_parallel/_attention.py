@@ -6,16 +6,20 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from shardwise._absent import absent
+
 __all__ = ["context_parallel", "context_parallel_unshard", "flex_cp_allgather", "set_rotate_method"]
 
 
+_WHY = "It changes attention on plain tensors; here attention runs on DTensors in any layout."
+_FIX = (
+    "q, k, v = (distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)), then\n"
+    "       F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+)
+
+
 def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name} is not supported.\n"
-        "  why: It changes attention on plain tensors; here attention runs on DTensors in any layout.\n"
-        "  fix: q, k, v = (distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)), then\n"
-        "       F.scaled_dot_product_attention(q, k, v, is_causal=True)"
-    )
+    raise NotImplementedError(f"{name} is not supported.\n  why: {_WHY}\n  fix: {_FIX}")
 
 
 def context_parallel(
@@ -57,11 +61,12 @@ def _enable_context_parallel_dispatcher() -> NoReturn:
     _refuse("_enable_context_parallel_dispatcher")
 
 
-class _HeadTailLoadBalancer:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("_HeadTailLoadBalancer")
-
-
-class _PTRRLoadBalancer:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("_PTRRLoadBalancer")
+__getattr__ = absent(
+    "experimental._context_parallel._attention",
+    "_AllGatherRotater _AllToAllRotater _CausalBehavior _ContextParallel _HeadTailLoadBalancer _LoadBalancer "
+    "_PTRRLoadBalancer _PerDocumentHeadTailLoadBalancer _RotateMethod _SDPAMerger _context_parallel_buffers _cp_options "
+    "_create_cp_block_mask _disable_context_parallel_dispatcher _is_causal_behavior _templated_ring_attention "
+    "create_cp_block_mask",
+    why=_WHY,
+    fix=_FIX,
+)

@@ -119,7 +119,8 @@ def _index_put(call: Call) -> Rule | None:
         inputs=tuple(inputs),
         outputs=(first,),
         reduced=dict.fromkeys(joint, "sum") if adds else {},
-        linear=groups_of(call, [[0, 2]]) if adds else (),
+        # terms that replace terms are the terms of the result, as long as all ranks write to the same places
+        linear=groups_of(call, [[0, 2]]) if adds or not call.args["accumulate"] else (),
         addends=frozenset({0}) if adds else frozenset(),
         local=_index_put_local,
         ranges=frozenset(indexed.values()),
@@ -238,7 +239,7 @@ def _index_reduce() -> Row:
 _INDEX = Row("x[a, :, b]: dims of x that are not indexed and of the indices may be split; one indexed dim by masked "
              "lookup if few elements are read; linear in (0)", _index)  # fmt: skip
 _INDEX_PUT = Row("x[a, :, b] = y: dims of x may be split; if accumulate, those of the indices too, by sum; "
-                 "linear in (0,2) if accumulate", _index_put)  # fmt: skip
+                 "linear in (0,2)", _index_put)  # fmt: skip
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(["aten.index.Tensor", "aten._unsafe_index.Tensor"], _INDEX),

@@ -23,12 +23,13 @@ def pointwise(
     *,
     linear: Sequence[Sequence[int]] = (),
     monotone: str = "",
+    jointly: Sequence[str] = (),
     when: tuple[str, Callable[[Call], bool]] | None = None,
     runs: str = "",
 ) -> Row:
     """A pointwise row.
 
-    `monotone` is a key of `_MONOTONE`. It and `linear` hold only `when` a condition, given as text and function, is
+    `monotone` is a key of `_MONOTONE`; `jointly` are reductions that pass if all tensors have them. All of them hold only `when` a condition, given as text and function, is
     true. `runs` is the op that runs on the blocks in place of this one.
     """
     local = Local(((runs, (Slot(0),), {}),)) if runs else None
@@ -44,11 +45,13 @@ def pointwise(
             outputs=tuple(dim_letters(ndim)[ndim - len(s) :] for s in call.outputs),
             linear=groups_of(call, linear) if passes else (),
             monotone=_MONOTONE[monotone] if passes and _has_order(call, monotone) else {},
+            jointly=frozenset(jointly) if passes else frozenset(),
             local=(lambda call, place: local) if runs else None,
         )
 
     text = "pointwise" + ("" if monotone == "passes any reduction" else linear_text(linear))
     text += f"; {monotone}" if monotone else ""
+    text += f"; {', '.join(jointly)} of all" if jointly else ""
     return Row(text + (f" if {when[0]}" if when else ""), build, reads=when is not None)
 
 
@@ -81,8 +84,11 @@ _POLYNOMIALS = " ".join(
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
-        op_names("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor addcdiv copy"), pointwise(linear=[[0, 1]])
+        op_names("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor addcdiv"), pointwise(linear=[[0, 1]])
     ),
+    "aten.copy.default": pointwise(linear=[[0, 1]], jointly=("max", "min", "product")),
+    "aten.maximum.default": pointwise(jointly=("max",)),
+    "aten.minimum.default": pointwise(jointly=("min",)),
     "aten.mul.Tensor": pointwise(linear=[[0], [1]]),
     "aten.addcmul.default": pointwise(linear=[[0, 1], [0, 2]]),
     "aten.where.self": pointwise(linear=[[1, 2]]),
@@ -139,7 +145,7 @@ ROWS: dict[str, Row] = {
             "fmod.Scalar frac frexp.Tensor gcd ge.Tensor ge.Scalar gelu gt.Tensor gt.Scalar hardshrink hardsigmoid "
             "hardswish hardtanh heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp.Tensor "
             "le.Tensor le.Scalar leaky_relu lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not "
-            "logical_or logical_xor logit lt.Tensor lt.Scalar masked_fill.Tensor maximum minimum mish "
+            "logical_or logical_xor logit lt.Tensor lt.Scalar masked_fill.Tensor mish "
             "nan_to_num ne.Tensor ne.Scalar nextafter polar polygamma pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar "
             "reciprocal remainder.Tensor remainder.Scalar remainder.Scalar_Tensor round round.decimals rsqrt rsub.Scalar "
             "rsub.Tensor selu signbit silu sin sinc softplus softshrink special_airy_ai special_bessel_j0 "

@@ -1,0 +1,13 @@
+"""Where torch keeps the schema of a call and the strategies of an op."""
+
+from shardwise._absent import absent
+
+__all__: list[str] = []
+
+__getattr__ = absent(
+    "_op_schema",
+    "OpInfo OpSchema OpSpec OpStrategy OutputSharding PlacementStrategy RuntimeSchemaInfo StrategyType "
+    "TupleStrategy ArgsType KwargsType OutputSpecType",
+    why="Rules in `shardwise.rules` say which layouts an op allows; they are not built from strategies.",
+    fix="shardwise.register_sharding(op) adds a rule.",
+)
