@@ -207,7 +207,7 @@ DIVERGENCES: dict[Callable[[], object], str] = {
 
 
 def train(mesh_of, placements, steps=3):
-    sw.manual_seed(0)
+    torch.manual_seed(0)
     mesh = mesh_of()
     net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(16), nn.Linear(16, 4))
     for part in net.modules():

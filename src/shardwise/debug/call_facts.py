@@ -20,6 +20,10 @@ from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["CallFacts", "Held", "facts_of", "held"]
 
+_READS_NO_VALUES = frozenset(
+    {"aten::is_same_size", "aten::_has_same_storage_numel", "aten::_shape_as_tensor"}
+)
+"""Ops that only compare or return sizes; their operands may be without values. So may those of `empty_like` and `new_zeros`."""
 _NUMBERS = (int, float, complex, bool, str, type(None), torch.dtype)
 
 
@@ -110,6 +114,10 @@ class CallFacts(NamedTuple):
         return ", ".join(map(str, values))
 
 
+def _reads_no_values(name: str) -> bool:
+    return name in _READS_NO_VALUES or name.endswith("_like") or name.startswith("aten::new_")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, _NUMBERS) or (
         isinstance(value, list | tuple) and all(isinstance(v, _NUMBERS) for v in value)
@@ -134,7 +142,9 @@ def facts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFa
         zlib.crc32(text.encode()),
         flat if len(flat) == len(tensors) else None,
         # what is written to may have no values yet
-        tuple(i for i, t in enumerate(tensors) if id(t) not in written),
+        ()
+        if _reads_no_values(info.qualified_name)
+        else tuple(i for i, t in enumerate(tensors) if id(t) not in written),
         tuple(i for i, t in enumerate(tensors) if id(t) in written),
         tuple(i for i, a in enumerate(args) if _is_number(a)),
         info.is_view or (func is torch.ops.aten._local_scalar_dense.default and not held(first._spec).split),
