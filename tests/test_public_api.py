@@ -36,7 +36,7 @@ PATHS = [
 """The modules that torch documents."""
 TO_COME = {"context_parallel"}
 """Public names of torch that shardwise does not have yet."""
-OURS = {"picture", "PlanError", "linear_cross_entropy"}
+OURS = {"DivergenceError", "PlanError", "linear_cross_entropy", "picture", "sanitize"}
 """Names in these modules that torch does not have."""
 ADDED = {
     "rand": {"device"},

@@ -19,6 +19,8 @@ from shardwise.api.random_factories import rand, randint, randn, randperm
 from shardwise.api.register_sharding import register_sharding
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.comm.measure import measure_costs as _measure_costs
+from shardwise.debug.divergence import DivergenceError
+from shardwise.debug.sanitize import sanitize
 from shardwise.dispatch import dispatch as _dispatch
 from shardwise.drop_in import InstallError, install, installed
 from shardwise.drop_in import support_state_dicts as _support_state_dicts
@@ -59,6 +61,7 @@ __all__ = [
     "CostModel",
     "DTensor",
     "DeviceMesh",
+    "DivergenceError",
     "GroupedPlan",
     "InstallError",
     "LaunchError",
@@ -106,6 +109,7 @@ __all__ = [
     "randperm",
     "redistribute_many",
     "register_sharding",
+    "sanitize",
     "set_rng_state",
     "simulate",
     "zeros",

@@ -13,6 +13,7 @@ from shardwise.comm import (
     axes_of,
     block_of,
     check_reducible,
+    coord_of,
     current_mesh,
     is_simulated,
     is_sparse,
@@ -36,6 +37,7 @@ from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.local import check_device
+from shardwise.tensor.observe import observers
 from shardwise.tensor.redistribute import to_layout
 from shardwise.tensor.sparse_tensor import check_replicated
 from shardwise.torch_internals.graph_calls import call_in_graph
@@ -136,6 +138,8 @@ def _distribute(
         check_replicated(layout, "distribute_tensor")
         block = scatter_sparse(full, mesh, src_data_rank)
     elif src_data_rank is None:
+        if observers and coord_of(mesh) is not None:
+            observers[-1].claim_equal(full, mesh, "distribute_tensor(..., src_data_rank=None)")
         block = on_mesh(mesh, lambda coord, t: block_of(t, settled, coord), full)
     else:
         block = scatter(full, settled, mesh, src_data_rank)

@@ -1,16 +1,17 @@
-"""Tracing calls: which route each op on DTensors took, and what it sent."""
+"""Tracing calls: which route each op on DTensors took, and what it sent; running them under a watcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.call.route import Route, RouteKind, Run
 from shardwise.plan import Plan
 from shardwise.plan.settings import override_settings
 
-__all__ = ["TracedCall", "trace_calls", "traced"]
+__all__ = ["CallSite", "TracedCall", "Watcher", "trace_calls", "traced", "watch_calls"]
 
 
 class TracedCall(NamedTuple):
@@ -36,7 +37,26 @@ class TracedCall(NamedTuple):
         return any(plan.collectives for plan in self.plans)
 
 
+@dataclass(slots=True, eq=False)
+class CallSite:
+    """Calls of one op that take one route, because their operands have the same specs.
+
+    Attributes:
+        op: the op.
+        route: the route.
+        kept: what a watcher keeps about these calls.
+    """
+
+    op: Any
+    route: Route
+    kept: Any = None
+
+
+Watcher = Callable[[CallSite, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call by `site.route.run(args, kwargs)` and returns its result."""
+
 _listeners: list[Callable[[TracedCall], None]] = []
+_watchers: list[Watcher] = []
 
 
 @contextmanager
@@ -64,18 +84,41 @@ def trace_calls(listener: Callable[[TracedCall], None]) -> Iterator[None]:
             _listeners.remove(listener)
 
 
+@contextmanager
+def watch_calls(watcher: Watcher) -> Iterator[None]:
+    """Let `watcher` run the calls inside the block, also the ops that a call consists of; the innermost one does.
+
+    >>> import torch, shardwise as sw
+    >>> def watch(site, args, kwargs):
+    ...     print(site.op, site.route.kind)
+    ...     return site.route.run(args, kwargs)
+    >>> with sw.simulate(2), watch_calls(watch):
+    ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     _ = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)]).exp()
+    aten.exp.default rule
+    """
+    with override_settings(traced=True):
+        _watchers.append(watcher)
+        try:
+            yield
+        finally:
+            _watchers.remove(watcher)
+
+
 def traced(func: Any, route: Route) -> Run:
-    """The run of a route, which notifies the listeners first."""
+    """The run of a route, which notifies the listeners first and is run by the watcher, if there is one."""
+    site = CallSite(func, route)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = TracedCall(func, route.kind, args, kwargs, route.plans or ())
-        listeners = list(_listeners)
-        _listeners.clear()
-        try:
-            for listener in listeners:
-                listener(call)
-        finally:
-            _listeners[:] = listeners
-        return route.run(args, kwargs)
+        if _listeners:
+            call = TracedCall(func, route.kind, args, kwargs, route.plans or ())
+            listeners = list(_listeners)
+            _listeners.clear()
+            try:
+                for listener in listeners:
+                    listener(call)
+            finally:
+                _listeners[:] = listeners
+        return _watchers[-1](site, args, kwargs) if _watchers else route.run(args, kwargs)
 
     return run

@@ -15,9 +15,9 @@ from shardwise.comm.ledger import Sent, is_counting, record
 from shardwise.comm.mesh import Coord, axes_of, coord_of, group_of, members_of, siblings_of
 from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import pack_tiles
-from shardwise.layout import Axes, Layout, block_shape
+from shardwise.layout import Axes, Layout, block_shape, dtype_text
 from shardwise.plan.exchange import place_of
-from shardwise.torch_internals.collectives import all_to_all, broadcast, wait
+from shardwise.torch_internals.collectives import all_to_all, broadcast, note_of, wait
 
 __all__ = ["block_of", "scatter"]
 
@@ -63,7 +63,9 @@ def _scatter(
         wire, send = codec.encode(pack(whole)), [n * codec.scale for n in counts]
     if is_counting():
         _record("scatter", layout.axes, axes, wire.nbytes - send[here] * wire.itemsize)
-    return codec.decode(wait(all_to_all(wire, receive, send, group_of(mesh, axes).name))).view(shape)
+    names = ", ".join(layout.axes.names_of(axes))
+    note = note_of(f"scatter over {names}: {list(layout.shape)} -> {layout} {dtype_text(whole.dtype)}")
+    return codec.decode(wait(all_to_all(wire, receive, send, group_of(mesh, axes).name, note))).view(shape)
 
 
 def _broadcast(block: Tensor, mesh: DeviceMesh, source: int, axes: tuple[int, ...], me: Coord) -> Tensor:
@@ -74,7 +76,10 @@ def _broadcast(block: Tensor, mesh: DeviceMesh, source: int, axes: tuple[int, ..
     if is_counting():
         copies = math.prod(on.sizes_of(axes)) - 1 if here == root else 0
         _record("broadcast", on, axes, copies * wire.nbytes)
-    return codec.decode(wait(broadcast(wire, root, group_of(mesh, axes).name))).view(block.shape)
+    note = note_of(
+        f"broadcast over {', '.join(on.names_of(axes))}: a block {list(block.shape)} {dtype_text(block.dtype)}"
+    )
+    return codec.decode(wait(broadcast(wire, root, group_of(mesh, axes).name, note))).view(block.shape)
 
 
 def _record(name: str, names: Axes, axes: tuple[int, ...], nbytes: int) -> None:

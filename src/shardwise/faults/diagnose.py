@@ -30,7 +30,9 @@ __all__ = [
     "diverged",
     "find_overdue",
     "list_ranks",
+    "lost",
     "raised",
+    "stopped_ranks",
 ]
 
 _RAISED_SECONDS = 1.0  # a rank that raised and caught it may still come
@@ -80,6 +82,21 @@ def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
         if same_guard and state == LEFT:
             return _ended(world, rank, "has returned")
         if error and error not in world.errors and waited > _RAISED_SECONDS and not record.waits():
+            return raised(world, rank, error)
+    return None
+
+
+def lost(world: World) -> Fault | None:
+    """The fault of a rank that died, or left the same guard by an error: whatever this rank does, they cannot go on together."""
+    for rank, record in world.records.items():
+        words, here = world.records[rank].words, world.me.words
+        same_guard = words[GUARDS] == here[GUARDS] and here[STATE] == GUARDED
+        if rank == world.me.rank or words[STATE] in (ENDED, LEFT):
+            continue
+        error = record.error() if words[ERRORS] and words[ERROR_AT] == words[TOTAL] else ""
+        if record.process() == "gone":
+            return raised(world, rank, error) if error else _died(world, rank)
+        if same_guard and words[STATE] == RAISED and error and error not in world.errors:
             return raised(world, rank, error)
     return None
 
@@ -154,10 +171,26 @@ def find_overdue(world: World, late: Sequence[int], waited: float, limit: float)
 
 def _first_causes(world: World, late: list[int]) -> list[int]:
     """Ranks that are late and do not themselves wait; if all wait, all of them."""
-    free = [r for r in late if r not in world.records or not world.records[r].waits()]
-    stopped = [r for r in world.records if world.records[r].process() == "stopped"]
-    others = [r for r, record in world.records.items() if r != world.me.rank and not record.waits()]
-    return sorted(stopped or free or others or late)
+    still = [r for r, record in world.records.items() if record.stands_still()]
+    free = [r for r in late if r not in still]
+    stopped = stopped_ranks(world)
+    others = [r for r in world.records if r != world.me.rank and r not in still]
+    return sorted(stopped or free or others or _minority(world) or late)
+
+
+def stopped_ranks(world: World) -> list[int]:
+    """The ranks whose process is stopped."""
+    return [r for r in world.records if world.records[r].process() == "stopped"]
+
+
+def _minority(world: World) -> list[int]:
+    """The ranks that wait in another collective than most do; none if there is no such majority."""
+    by_text: dict[str, list[int]] = {}
+    for rank, record in world.records.items():
+        entries = record.entries()
+        by_text.setdefault(entries[-1].text if entries else "", []).append(rank)
+    most = max(by_text.values(), key=len, default=[])
+    return [r for r in world.records if r not in most] if 2 * len(most) > len(world.records) else []
 
 
 def broken_connection(world: World, error: str) -> Fault:
@@ -184,7 +217,7 @@ def _position(world: World, rank: int) -> str:
         return "unknown (on another machine, or it has not communicated yet)"
     entries = record.entries()
     last = f"{entries[-1].text} at {entries[-1].source}" if entries else "no collective yet"
-    waited = record.waits()
+    waited = record.stands_still()
     process = "" if (state := record.process()) == "runs" else f"{state}, "
     if waited and process != "gone, ":
         return f"{process}has waited {waited:.1f} s in number {record.words[TOTAL]}, {last}"

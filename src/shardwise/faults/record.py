@@ -24,6 +24,7 @@ __all__ = [
     "LEFT",
     "RAISED",
     "STATE",
+    "STILL",
     "STUCK",
     "TOTAL",
     "UNGUARDED",
@@ -38,7 +39,7 @@ __all__ = [
 UNGUARDED, GUARDED, LEFT, RAISED, ENDED = range(5)
 """States: outside of any guard, inside one, has left it, has left it by an error, has left the world."""
 
-PID, START, TOTAL, WAIT, STATE, GUARDS, ERRORS, ERROR_AT, ROWS, STUCK = range(10)
+PID, START, TOTAL, WAIT, STATE, GUARDS, ERRORS, ERROR_AT, ROWS, STUCK, STILL = range(11)
 _HEADER = 16
 _ROW_WORDS, _MAX_ROWS = 16, 64
 _RECENT = 8  # signatures per group
@@ -130,8 +131,14 @@ class Record:
 
     def waits(self) -> float:
         """For how many seconds the rank has been waiting in a collective; 0.0 if it does not."""
-        since = self.words[WAIT] or self.words[STUCK]
-        return (time.monotonic_ns() - since) / 1e9 if since else 0.0
+        return self._seconds_since(self.words[WAIT] or self.words[STUCK])
+
+    def stands_still(self) -> float:
+        """For how many seconds it has been waiting for anything; 0.0 if it does not."""
+        return self._seconds_since(self.words[WAIT] or self.words[STUCK] or self.words[STILL])
+
+    def _seconds_since(self, nanoseconds: int) -> float:
+        return (time.monotonic_ns() - nanoseconds) / 1e9 if nanoseconds else 0.0
 
 
 class Row(NamedTuple):
@@ -189,6 +196,16 @@ class OwnRecord(Record):
         words[base + 1] = count
         words[TOTAL] = total
         return count
+
+    def note(self, text: str, source: tuple[str, int, str]) -> None:
+        """Record something else than a collective of a group: that the program waits for a message, or for a new group."""
+        if self.words[ERROR_AT] == self._total:  # an error stays one since the last collective
+            self.words[ERROR_AT] += 1
+        self._total = total = self._total + 1
+        number = self._texts.get((text, source)) or self._write_text(text, source)
+        at = _ENTRIES_AT + total % _ENTRIES * _ENTRY.size
+        _ENTRY.pack_into(self._map, at, total, 0, 0, number, time.monotonic())
+        self.words[TOTAL] = total
 
     def _write_text(self, text: str, source: tuple[str, int, str]) -> int:
         """Write a note and a source line in the place of the oldest one, and return their number."""

@@ -11,12 +11,22 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.faults.diagnose import World, behind, broken_connection, cause, diverged, find_overdue
+from shardwise.faults.diagnose import (
+    World,
+    behind,
+    broken_connection,
+    cause,
+    diverged,
+    find_overdue,
+    lost,
+    stopped_ranks,
+)
 from shardwise.faults.error import Fault, PeerError
 from shardwise.faults.folder import Folder
 from shardwise.faults.record import (
@@ -24,6 +34,7 @@ from shardwise.faults.record import (
     GUARDED,
     GUARDS,
     STATE,
+    STILL,
     STUCK,
     WAIT,
     OwnRecord,
@@ -33,13 +44,15 @@ from shardwise.faults.record import (
 )
 from shardwise.faults.source_line import line_of_error, line_of_stack
 from shardwise.torch_internals.collectives import Note, monitors, wait_unwatched
-from shardwise.torch_internals.connections import break_connections, world_store
+from shardwise.torch_internals.connections import break_connections, break_store_connection, world_store
 from shardwise.torch_internals.process_groups import resolve_group
+from shardwise.torch_internals.user_collectives import watch_user_collectives
 
 __all__ = ["Session", "current_session", "guards", "note_error", "watch_world"]
 
 _TICK_SECONDS = 0.1
 _GRACE_SECONDS = 0.4  # before a wait is looked into
+_STILL_SECONDS = 1.0  # before it is recorded that the program does nothing
 _SEARCH_SECONDS = 1.2  # for the cause of a connection that broke
 _CONNECTION_BROKE = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|pair closure|connectfullmesh|"
@@ -64,7 +77,11 @@ class Session:
         self.errors: deque[str] = deque(maxlen=64)  # that this rank raised
         self._op_error: tuple[int, str] | None = None
         self._thread_id = threading.get_ident()
-        self._stuck: tuple[int, int, int] | None = None  # a frame, its instruction, since when
+        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._user_wait = 0  # since when the program waits for a collective that it called itself
+        self._here: tuple[object, int] = ((), 0)  # where the program is, and since when
+        self._still: tuple[object, int] = ((), 0)  # the same without computing
+        self._broken_since = 0.0
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="shardwise_faults", daemon=True)
         self._watcher.start()
@@ -113,6 +130,20 @@ class Session:
         finally:
             words[WAIT] = 0
 
+    def wait_for(self, wait: Callable[[], Any]) -> Any:
+        """Wait for a collective that the program called itself; see `wait`."""
+        if threading.get_ident() != self._thread_id:
+            return wait()
+        self._user_wait = self.record.words[STUCK] = time.monotonic_ns()
+        try:
+            return wait()
+        except RuntimeError as error:
+            if (found := self.explain(error)) is None:
+                raise
+            raise found from error
+        finally:
+            self._user_wait = self.record.words[STUCK] = 0
+
     def _add_group(self, group: str) -> tuple[Row, list[_Peer]]:
         ranks = tuple(dist.get_process_group_ranks(resolve_group(group)))
         row = self.record.add_row(group, ranks)
@@ -144,7 +175,8 @@ class Session:
         """The error to raise instead of one that a broken connection caused; None for other errors."""
         if isinstance(error, PeerError) or not isinstance(error, RuntimeError):
             return None
-        if not _CONNECTION_BROKE.search(str(error)):
+        is_known = self.fault is not None and self.rank not in self.fault.ranks
+        if not is_known and not _CONNECTION_BROKE.search(str(error)):
             return None
         deadline = time.monotonic() + _SEARCH_SECONDS
         while self.fault is None and (fault := self._folder.fault()) is None:
@@ -198,27 +230,56 @@ class Session:
             if self.fault is None and (fault := self._folder.fault()) is not None:
                 self.fault = fault
                 break_connections()
-            waited = self._waited()
-            if self.fault is None and waited > _GRACE_SECONDS:
+            still, waited = self._stood_still(), self._waited()
+            if self.fault is not None:
+                self._end_wait_for_store(max(still, waited))
+            elif waited > _GRACE_SECONDS:
                 self._look_into(waited)
+            elif still > _GRACE_SECONDS:
+                self._look_around(still)
+            self._tell_that_it_stands_still(still if not waited else 0.0)
 
     def _waited(self) -> float:
         """For how long the thread of the program has been waiting, in our collectives or in those it calls itself."""
         words = self.record.words
-        if since := words[WAIT]:
-            words[STUCK] = 0
+        if since := words[WAIT] or self._user_wait:
             return (time.monotonic_ns() - since) / 1e9
         frame = sys._current_frames().get(self._thread_id)
         if frame is None or not frame.f_code.co_filename.endswith(_WAITING_FILES):
-            self._stuck, words[STUCK] = None, 0
+            words[STUCK] = 0
             return 0.0
-        place = (id(frame), frame.f_lasti)
-        if self._stuck is None or self._stuck[:2] != place:
-            self._stuck = (*place, time.monotonic_ns())
-        words[STUCK] = self._stuck[2]
-        return (time.monotonic_ns() - self._stuck[2]) / 1e9
+        waited = (time.monotonic_ns() - self._here[1]) / 1e9
+        if waited > _GRACE_SECONDS and not words[STUCK]:
+            self.record.note(f"torch.distributed.{_entered(frame)}", line_of_stack(self._thread_id))
+            words[STUCK] = self._here[1]
+        return waited
+
+    def _stood_still(self) -> float:
+        """For how long the thread of the program has been at one instruction without computing: it waits, for whatever."""
+        frame = sys._current_frames().get(self._thread_id)
+        place = None if frame is None else (id(frame), frame.f_lasti)
+        try:
+            computed = time.clock_gettime_ns(self._cpu_clock)
+        except OSError:  # the thread has ended
+            return 0.0
+        now = time.monotonic_ns()
+        if self._here[0] != place:
+            self._here = (place, now)
+        if self._still[0] != (place, computed):
+            self._still = ((place, computed), now)
+        return (now - self._still[1]) / 1e9
+
+    def _tell_that_it_stands_still(self, still: float) -> None:
+        """Record where the program is if it waits for something else than a collective that is known here."""
+        words = self.record.words
+        if still < _STILL_SECONDS:
+            words[STILL] = 0
+        elif not words[STILL]:
+            words[STILL] = self._still[1]
+            self.record.note("waiting for something else than a collective", line_of_stack(self._thread_id))
 
     def _look_into(self, waited: float) -> None:
+        """Find out why this rank waits in a collective."""
         world = self.snapshot()
         if self.record.words[WAIT]:
             late = behind(world, [row for row, _ in list(self._rows.values()) if self.record.holds(row)])
@@ -230,6 +291,29 @@ class Session:
             found = find_overdue(world, late, waited, self.timeout)
         if found is not None:
             self.publish(found)
+
+    def _look_around(self, still: float) -> None:
+        """Look for a rank that is lost: this one does nothing, and perhaps waits for it in C++ code, as DDP does."""
+        world = self.snapshot()
+        found = lost(world)
+        if found is None and still > self.timeout and (stopped := stopped_ranks(world)):
+            found = find_overdue(world, stopped, still, self.timeout)
+        if found is not None:
+            self.publish(found)
+
+    def _end_wait_for_store(self, still: float) -> None:
+        """A thread that waits for a key of the store, to create a group, does not notice that connections broke."""
+        self._broken_since = self._broken_since or time.monotonic()
+        if still > _GRACE_SECONDS and time.monotonic() - self._broken_since > _GRACE_SECONDS:
+            break_store_connection()
+            self._broken_since = float("inf")
+
+
+def _entered(frame: FrameType) -> str:
+    """The function of torch.distributed that the program called."""
+    while frame.f_back is not None and frame.f_back.f_code.co_filename.endswith(_WAITING_FILES):
+        frame = frame.f_back
+    return frame.f_code.co_name
 
 
 class _Peer:
@@ -271,6 +355,7 @@ def watch_world() -> Session | None:
     _sessions.clear()
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
+    watch_user_collectives()
     session = Session()
     _sessions.append(session)
     monitors[:] = [session]

@@ -28,13 +28,13 @@ def _belongs_to_library(file: str) -> bool:
     return known
 
 
-def line_of_stack() -> tuple[str, int, str]:
-    """File, line and function of the innermost frame of this thread that belongs to the user's program.
+def line_of_stack(thread: int | None = None) -> tuple[str, int, str]:
+    """File, line and function of the innermost frame of a thread that belongs to the user's program; of this one by default.
 
     >>> line_of_stack()[2]
     '<module>'
     """
-    frame: FrameType | None = sys._current_frames()[threading.get_ident()]
+    frame: FrameType | None = sys._current_frames().get(threading.get_ident() if thread is None else thread)
     known = _is_ours.get
     while frame is not None:
         code = frame.f_code

@@ -18,6 +18,7 @@ from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.inference import note_inference_mode
+from shardwise.tensor.observe import observers
 from shardwise.tensor.redistribute import Redistribute, densify, grad_layout, move
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -74,6 +75,8 @@ class ToLocal(torch.autograd.Function):
         given = grads[0]
         stride = stride_of(given)
         grad_spec = _gradient_spec(spec, layout, given.dtype, stride)
+        if observers:
+            observers[-1].claim(join_blocks(ctx.ranks, grads), grad_spec, "the gradient of a to_local")
         if ctx.ranks is None and stride is not None and _is_final(given):
             return new_dtensor(DTensor, given.detach(), grad_spec, False), None
         return FromLocal.apply(grad_spec, None, ctx.ranks, *grads), None  # type: ignore[no-untyped-call]

@@ -41,6 +41,7 @@ from shardwise.tensor.autograd import FromLocal, ToLocal, join_blocks
 from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.observe import observers
 from shardwise.tensor.sparse_tensor import check_replicated
 from shardwise.torch_internals.subclass import is_parameter, mark_parameter, storage_id, view_base
 
@@ -93,6 +94,8 @@ def from_local(
         key = (known, local.shape, local.stride(), local.dtype, local.device)
         spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
     grads = None if grad_placements is None else _grads_layout(spec.layout, grad_placements, "from_local")
+    if observers and (simulated or coord_of(mesh) is not None):
+        observers[-1].claim(local, spec, "from_local")
     if simulated:
         ranks = tuple(members_of(mesh))
         blocks = local.ranks if isinstance(local, PerRank) else _Spread.apply(local, len(ranks))  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from shardwise.comm.broadcast_seed import broadcast_seed
 from shardwise.random.philox import Draw
 from shardwise.random.stream import WORLD, Stream, own_stream, restore, snapshot, start_stream, stream_of
 from shardwise.tensor.implicit import announce
+from shardwise.tensor.observe import observers
 
 __all__ = [
     "draw_from",
@@ -127,7 +128,10 @@ def next_draw(mesh: DeviceMesh | None = None) -> Draw:
 
     After `torch.manual_seed` the ranks may have different seeds: the first draw on a mesh then broadcasts one.
     """
-    return (stream_of() if mesh is None else settle_stream(mesh)).next()
+    draw = (stream_of() if mesh is None else settle_stream(mesh)).next()
+    if mesh is not None and observers:
+        observers[-1].draw(mesh, *draw)
+    return draw
 
 
 def settle_stream(mesh: DeviceMesh) -> Stream:
@@ -150,7 +154,10 @@ def draw_from(generator: torch.Generator | None, mesh: DeviceMesh | None = None)
     if generator is None:
         return next_draw(mesh)
     low, high = torch.randint(0, 2**32, (2,), generator=generator, device=generator.device).tolist()
-    return Draw(low | high << 32, 0)
+    draw = Draw(low | high << 32, 0)
+    if mesh is not None and observers:
+        observers[-1].draw(mesh, *draw)
+    return draw
 
 
 def stream_key(mesh: DeviceMesh | None) -> Hashable:

@@ -100,6 +100,9 @@ class Monitor(Protocol):
     def wait(self, tensor: Tensor) -> Tensor:
         """Wait for the collective that returned this tensor."""
 
+    def wait_for(self, wait: Callable[[], Any]) -> Any:
+        """Wait for a collective that the program called itself."""
+
 
 monitors: list[Monitor] = []
 """The monitor of this process's world, if there is one."""

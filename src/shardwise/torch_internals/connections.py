@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-__all__ = ["break_connections", "init_from_environment", "reset_collective_timeout", "world_store"]
+__all__ = [
+    "break_connections",
+    "break_store_connection",
+    "init_from_environment",
+    "reset_collective_timeout",
+    "world_store",
+]
+
+_HIDDEN_SECONDS = 0.3
 
 
 def world_store() -> Any:
@@ -60,6 +69,48 @@ def break_connections() -> int:
         if "nccl" in str(dist.get_backend(group)) and hasattr(group, "abort"):
             group.abort()
     return broken
+
+
+def break_store_connection() -> int:
+    """Break the connection to the store, which ends a wait for one of its keys, as where a group is being created.
+
+    Returns the number of broken connections; a store in a file, which cannot be read for a moment, counts as one.
+    """
+    store = world_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if (path := getattr(store, "path", None)) is not None:
+        return _hide_file(path)
+    port = getattr(store, "port", None)
+    found = [int(name) for name in _listed("/proc/self/fd") if _link(name).startswith("socket:")]
+    return 0 if port is None else sum(_shut_down(fd) for fd in found if _port_of_peer(fd) == port)
+
+
+def _hide_file(path: str) -> int:
+    """Put a folder in the place of a store's file while those that wait look for keys, which they do every 10 ms.
+
+    The file comes back: the store reads it once more when it is destroyed.
+    """
+    aside = f"{path}.{os.getpid()}"
+    try:
+        if not os.path.isfile(path):  # another rank does the same
+            return 0
+        os.rename(path, aside)
+        os.mkdir(path)
+        time.sleep(_HIDDEN_SECONDS)
+        os.rmdir(path)
+        os.rename(aside, path)
+    except OSError:
+        return 0
+    return 1
+
+
+def _port_of_peer(fd: int) -> int | None:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            return int(copy.getpeername()[1])
+    except (OSError, IndexError, TypeError, ValueError):  # not connected, or not by TCP
+        return None
 
 
 def _gloo_sockets() -> list[int]:
