@@ -166,7 +166,7 @@ def loss_of(model, x, y):
         return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def _train(case, captured, steps):
+def train(case, captured, steps):
     sw.manual_seed(1)
     model = _build(case)
     optimizer = _optimizer(case.optimizer, model.parameters())
@@ -193,7 +193,7 @@ def _train(case, captured, steps):
         if isinstance(v, torch.Tensor) and v.dim() == 0
     ]
     weights = [p._local_tensor if isinstance(p, sw.DTensor) else p.detach() for p in model.parameters()]
-    programs = [p for p in step.programs.values() if isinstance(p, Program)]
+    programs = step.programs
     return losses, weights, numbers, sent, reasons, programs
 
 
@@ -205,7 +205,7 @@ def compare(cases, steps=3):
     """For each case the differences between eager and captured training on this rank, as text; none if there are none."""
     found = []
     for case in cases:
-        eager, captured = (_train(case, c, steps) for c in (False, True))
+        eager, captured = (train(case, c, steps) for c in (False, True))
         wrong = []
         for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
             if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
