@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardwise.call.kept_moves import forget_moves
 from shardwise.comm import coord_of, is_simulated, members_of
 from shardwise.comm.per_rank import at_rank
-from shardwise.compile.errors import CaptureError
+from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OptimizerNumbers
 from shardwise.compile.owners import Find, Input, Owners, always, owners_of
 from shardwise.compile.passes.dead_code import remove_dead_code
@@ -119,7 +119,13 @@ def _record(
     recorder = Recorder(on_meta=all(t.is_meta for t in owned.tensors if t.dim()))
     numbers = OptimizerNumbers(optimizer) if optimizer is not None else None
     params = [t for t in owned.tensors if t.requires_grad and t.is_leaf]
-    with _restored_gradients(params), _nothing_kept(), unchanged_objects(step, modules), torch.enable_grad():
+    with (
+        _restored_gradients(params),
+        _nothing_kept(),
+        _same_states(optimizer),
+        unchanged_objects(step, modules),
+        torch.enable_grad(),
+    ):
         before = [p.grad for p in params]
         with recording(recorder), _optimizer_section(recorder, numbers):
             result = step(*args)
@@ -174,6 +180,33 @@ def _forget() -> None:
     forget_moves()
     forget_gathered()
     torch.clear_autocast_cache()
+
+
+@contextmanager
+def _same_states(optimizer: Optimizer | None) -> Iterator[None]:
+    """Refuse a step in which the optimizer creates or replaces tensors of its state, and undo it."""
+    if optimizer is None:
+        yield
+        return
+    state = optimizer.state
+    before = {p: dict(s) for p, s in state.items()}
+    try:
+        yield
+        new = [p for p, s in state.items() if s.keys() != before.get(p, {}).keys()]
+        if new:
+            raise StateCreatedError
+        if any(v is not before[p][k] for p, s in state.items() for k, v in s.items() if isinstance(v, Tensor)):
+            raise CaptureError(
+                f"{type(optimizer).__name__} replaces a tensor of its state.",
+                why="A program writes to the tensors of a state, and a tensor that replaces one would have no values.",
+                fix="Capture the forward and backward pass only, and call optimizer.step() after each run.",
+            )
+    finally:
+        for p in [p for p in state if p not in before]:
+            del state[p]
+        for p, s in before.items():
+            state[p].clear()
+            state[p].update(s)
 
 
 @contextmanager

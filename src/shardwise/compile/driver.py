@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.compile.capture import capture
-from shardwise.compile.errors import CaptureError
+from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OpsChangedError
 from shardwise.compile.program import Program
 from shardwise.compile.signature import Signature, keys_of, known_ids
@@ -92,6 +92,9 @@ class WholeStep:
         if found is None:
             try:
                 found = self._capture(is_last, batch)
+            except StateCreatedError as error:  # once, so nothing to warn of or to keep
+                self.reason = error.reason
+                return None
             except CaptureError as error:
                 found = error
                 warnings.warn(f"whole_step runs this step eagerly: {error}", stacklevel=4)

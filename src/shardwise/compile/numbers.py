@@ -245,6 +245,8 @@ class OptimizerNumbers:
         updates = []
         for c, ops, slots in zip(self._classes, self._ops, self._slots, strict=True):
             state = self._state(c.params[0])
+            if not self._are_alike(c, state):
+                raise OpsChangedError
             now = {k: copy_of(v) for k, v in state.items() if _is_number(v)}
             ran, numbers, after = self._take_step(c, now)
             if ran != ops:
@@ -254,6 +256,22 @@ class OptimizerNumbers:
                     values[slot] = n
             updates.append((c.params, after))
         return values, updates
+
+    def _are_alike(self, c: _Class, first: dict[str, Any]) -> bool:
+        """Whether the states of a class still have the same numbers: one may have been loaded, or missed a step."""
+        states = [self._state(p) for p in c.params]
+        for k, v in first.items():
+            if not _is_number(v):
+                continue
+            others = [s.get(k) for s in states]
+            if isinstance(v, Tensor):
+                if not all(isinstance(x, Tensor) for x in others):
+                    return False
+                if not bool((torch.stack(others) == v).all()):  # type: ignore[arg-type]
+                    return False
+            elif any(x != v for x in others):
+                return False
+        return True
 
     def advance(self, updates: list[tuple[list[Any], dict[str, Any]]]) -> None:
         """Set the numbers in the optimizer's states to those after the step."""

@@ -240,16 +240,16 @@ class Recorder(TorchDispatchMode):
             self.draws[key] = Draws(state, mesh, Draw(stream.seed, stream.position))
         draws, now = self.draws[key], stream_of(key).next()
         if now.seed != draws.first.seed:
-            raise reseeded("shardwise's")
+            raise reseeded()
         block = self._without_values(block)
         args = (self.node_of(block), draws.state, now.position - draws.first.position, numbers)
         node = self.graph.call_function(FILL, args)
         node.meta["section"], node.meta["val"] = self._section(), None
 
     def heard(self, what: str) -> None:
-        """Torch's generator was seeded, or its state was set."""
+        """A generator was seeded, or its state was set."""
         if what == "seed":
-            raise reseeded("torch's")
+            raise reseeded()
         self._is_rewound = True
 
     def drawn(self) -> list[tuple[DeviceMesh, int]]:
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
         for key, draws in self.draws.items():
             stream = stream_of(key)
             if stream.seed != draws.first.seed:
-                raise reseeded("shardwise's")
+                raise reseeded()
             found.append((draws.mesh, stream.position - draws.first.position))
         return found
 
@@ -276,10 +276,10 @@ class Recorder(TorchDispatchMode):
         return without_modes()
 
 
-def reseeded(whose: str) -> CaptureError:
+def reseeded() -> CaptureError:
     """The error of a step that seeds a generator."""
     return CaptureError(
-        f"The step seeds {whose} random generator.",
+        "The step seeds a random generator.",
         why="A program draws from the generator as it is when it runs, so the seed would be set when it is captured, and never again.",
         fix="Seed before the step.",
     )
