@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import counting
-from shardwise.compile import Program, whole_step
+from shardwise.compile import EXACT, FAST, NONE, whole_step
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -166,12 +166,13 @@ def loss_of(model, x, y):
         return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def train(case, captured, steps):
+def train(case, captured, steps, passes=NONE, backend="fx"):
+    """Train; returns losses, blocks of parameters, numbers of the optimizer, what was sent, reasons and programs."""
     sw.manual_seed(1)
     model = _build(case)
     optimizer = _optimizer(case.optimizer, model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-    step = whole_step(model, optimizer, loss_of, accumulate=case.accumulate, clip_norm=case.clip_norm)
+    step = whole_step(model, optimizer, loss_of, accumulate=case.accumulate, clip_norm=case.clip_norm, passes=passes, backend=backend)
     if not captured:
         step._find = lambda *_: None
     split = case.kind in ("fsdp", "ddp", "hsdp")
@@ -206,12 +207,7 @@ def compare(cases, steps=3):
     found = []
     for case in cases:
         eager, captured = (train(case, c, steps) for c in (False, True))
-        wrong = []
-        for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
-            if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
-                wrong.append(f"{name} differ")
-        if eager[2] != captured[2]:
-            wrong.append("the optimizer's numbers differ")
+        wrong = _differences(eager, captured)
         if eager[3] != captured[3]:
             wrong.append("what is sent differs")
         late = captured[4][case.accumulate + 1 :]
@@ -221,5 +217,36 @@ def compare(cases, steps=3):
         listed = Counter((c.kind, c.axes, c.group_size, c.bytes) for c in last.collectives)
         if listed != captured[3][-1]:
             wrong.append("the listed collectives are not those that ran")
+        optimized = train(case, True, steps, EXACT)
+        wrong += [f"optimized: {w}" for w in _differences(eager, optimized)]
+        if sum(optimized[3][-1].values()) > sum(captured[3][-1].values()):
+            wrong.append("optimized: more is sent")
+        found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
+    return found
+
+
+def _differences(eager, captured):
+    wrong = []
+    for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
+        if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
+            wrong.append(f"{name} differ")
+    if eager[2] != captured[2]:
+        wrong.append("the optimizer's numbers differ")
+    return wrong
+
+
+def compare_compiled(cases, steps=3):
+    """The same for programs that inductor compiles, with all passes, up to rounding."""
+    found = []
+    for case in cases:
+        eager, compiled = train(case, False, steps), train(case, True, steps, FAST, "inductor")
+        wrong = [] if eager[2] == compiled[2] else ["the optimizer's numbers differ"]
+        if any(compiled[4][case.accumulate + 1 :]) or not compiled[5]:
+            wrong.append(f"not compiled: {compiled[4]}")
+        for a, b in zip(eager[0] + eager[1], compiled[0] + compiled[1], strict=True):
+            # the updates of a weight whose gradient is near 0 may have another sign
+            error = (a - b).norm() / a.norm().clamp_min(1e-3)
+            if not error < 2e-3:
+                wrong.append(f"{tuple(a.shape)} differs by {error}")
         found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
     return found

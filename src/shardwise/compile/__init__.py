@@ -5,12 +5,17 @@ from shardwise.compile.capture import capture
 from shardwise.compile.driver import WholeStep, whole_step
 from shardwise.compile.errors import CaptureError
 from shardwise.compile.fake import fake_mesh
+from shardwise.compile.passes import EXACT, FAST, NONE, Passes
 from shardwise.compile.program import Program
 
 __all__ = [
+    "EXACT",
+    "FAST",
+    "NONE",
     "CaptureError",
     "Collective",
     "Memory",
+    "Passes",
     "Program",
     "WholeStep",
     "capture",

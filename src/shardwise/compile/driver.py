@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shardwise.compile.capture import capture
 from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OpsChangedError
+from shardwise.compile.passes import EXACT, Passes
 from shardwise.compile.program import Program
 from shardwise.compile.signature import Signature, keys_of, known_ids
 from shardwise.torch_internals.pytree import tree_flatten
@@ -39,9 +40,11 @@ class WholeStep:
         accumulate: int,
         clip_norm: float | None,
         backend: str,
+        passes: Passes,
     ) -> None:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._accumulate, self._clip_norm, self._backend = accumulate, clip_norm, backend
+        self._passes = passes
         self._count, self._has_stepped = 0, False
         self.reason: str | None = "no step was taken"
         self._captured: dict[Any, list[tuple[Signature, Program | CaptureError]]] = {}
@@ -95,7 +98,8 @@ class WholeStep:
             except StateCreatedError as error:  # once, so nothing to warn of or to keep
                 self.reason = error.reason
                 return None
-            except CaptureError as error:
+            except Exception as failure:
+                error = _as_capture_error(failure)
                 found = error
                 warnings.warn(f"whole_step runs this step eagerly: {error}", stacklevel=4)
             some[:] = [(now, found), *some[: _MOST_PROGRAMS - 1]]
@@ -119,6 +123,7 @@ class WholeStep:
             optimizer=self._optimizer,
             modules=[self._model],
         )
+        program = program.optimize(self._passes)
         return program if self._backend == "fx" else program.compile(self._backend)
 
     def _eager(self, is_last: bool, *batch: Any) -> Tensor:
@@ -137,6 +142,17 @@ class WholeStep:
         return loss.detach()
 
 
+def _as_capture_error(failure: Exception) -> CaptureError:
+    """What a capture failed with; what is not the capture's fault will be raised by the eager step."""
+    if isinstance(failure, CaptureError):
+        return failure
+    return CaptureError(
+        f"The capture failed with {type(failure).__name__}: {failure}",
+        why=f"the capture failed with {type(failure).__name__}: {failure}",
+        fix="Please report it, if the step works eagerly.",
+    )
+
+
 def whole_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -145,6 +161,7 @@ def whole_step(
     accumulate: int = 1,
     clip_norm: float | None = None,
     backend: str = "fx",
+    passes: Passes = EXACT,
 ) -> WholeStep:
     """A function that takes a training step as one captured program.
 
@@ -161,6 +178,7 @@ def whole_step(
         accumulate: the number of calls whose gradients are added up, each divided by this number, before an update.
         clip_norm: the norm that gradients are clipped to before an update.
         backend: "fx", or "inductor" to compile the programs.
+        passes: what to do to the collectives; by default everything that keeps the bits.
 
     Communicates what eager training does.
     """
@@ -170,4 +188,4 @@ def whole_step(
             "  why: It is the number of micro-batches of an update.\n"
             "  fix: accumulate=1"
         )
-    return WholeStep(model, optimizer, loss_fn, accumulate, clip_norm, backend)
+    return WholeStep(model, optimizer, loss_fn, accumulate, clip_norm, backend, passes)

@@ -18,6 +18,7 @@ from shardwise.compile.lockstep import run_all_ranks
 from shardwise.compile.lower import compile_graph
 from shardwise.compile.numbers import OptimizerNumbers
 from shardwise.compile.owners import Find, Input, block_of_tensor
+from shardwise.compile.passes import EXACT, Passes
 from shardwise.compile.signature import keys_of
 from shardwise.compile.text import graph_text
 from shardwise.layout import Spec
@@ -77,6 +78,8 @@ class Program:
     has_values: bool = True
     capture_at: Callable[[int], Program] | None = None
     """Captures the program of another rank."""
+    passes: dict[str, int] = field(default_factory=dict)
+    """What the passes of `optimize` did: the collectives that each saved, or overlaps with other work."""
     _function: Callable[..., Any] | None = None
     _others: dict[int, Program] = field(default_factory=dict)
 
@@ -150,6 +153,20 @@ class Program:
         """
         out = replace(self, _others={})
         out._function = compile_graph(self.graph, backend)
+        return out
+
+    def optimize(self, passes: Passes = EXACT) -> Program:
+        """The same program with fewer collectives, which overlap with other work.
+
+        Args:
+            passes: what to do; by default everything that keeps the bits of the results.
+        """
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        at = self.capture_at
+        again = None if at is None else lambda rank: at(rank).optimize(passes)
+        out = replace(self, graph=graph, capture_at=again, _function=None, _others={})
+        out.passes = passes.apply(graph)
         return out
 
     def run(self, *args: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import coord_of
 from shardwise.comm.recording import recorders
 from shardwise.compile.errors import CaptureError
-from shardwise.compile.targets import FILL, STRIDED, Move, MoveMany
+from shardwise.compile.targets import FILL, GETITEM, STRIDED, Move, MoveMany
 from shardwise.layout import contiguous_stride
 from shardwise.plan import GroupedStep, Step
 from shardwise.plan.settings import fresh_routes
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
         elif out is not None:
             for i, part in enumerate(out):
                 if isinstance(part, Tensor) and id(part) not in self._nodes:
-                    item = self.graph.call_function(_getitem, (node, i))
+                    item = self.graph.call_function(GETITEM, (node, i))
                     item.meta["val"], item.meta["section"] = part, section
                     self._nodes[id(part)] = (part, item)
         return node
@@ -296,10 +296,6 @@ def _permutation(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> list[
         rest.remove(match)
         found.append(match[2])
     return None if rest else found
-
-
-def _getitem(values: Any, number: int) -> Any:
-    return values[number]
 
 
 def _caller() -> str:
