@@ -11,6 +11,7 @@ from shardwise.compile.passes.dead_code import remove_dead_code
 from shardwise.compile.passes.overlap import overlap_collectives
 from shardwise.compile.passes.reduce_once import reduce_once
 from shardwise.compile.passes.reuse import reuse_moves
+from shardwise.compile.passes.views import sink_views
 
 __all__ = ["EXACT", "FAST", "NONE", "Passes"]
 
@@ -40,6 +41,7 @@ class Passes:
             did["reuse"] = reuse_moves(graph)
         if self.reassociate:
             did["reassociate"] = reduce_once(graph)
+        sink_views(graph)
         limit = bucket_bytes() if self.bucket is None else self.bucket
         if limit:
             did["bucket"] = bucket_moves(graph, limit, self.reassociate)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardwise.compile.passes.memory_use import last_writes, storages, written
+from shardwise.compile.passes.views import is_view
 from shardwise.compile.targets import GETITEM, Move, MoveMany
 
 __all__ = ["reuse_moves"]
@@ -25,7 +25,7 @@ def reuse_moves(graph: fx.Graph) -> int:
     gone = 0
     for node in list(graph.nodes):
         key = _key(node)
-        if key is None or _memory(node) & ever_written and not _is_view(node):
+        if key is None or _memory(node) & ever_written and not is_view(node):
             continue
         # what has been written to since is another value
         sources = set().union(*(storages(n) for n in node.all_input_nodes))
@@ -52,19 +52,9 @@ def _key(node: fx.Node) -> Any:
     if isinstance(node.target, Move | MoveMany):
         args: Any = node.args[0]
         return (node.target.key, tuple(args) if isinstance(args, list | tuple) else args, section)
-    if _is_view(node) or node.target is GETITEM:
+    if is_view(node) or node.target is GETITEM:
         return (node.target, _frozen(node.args), _frozen(tuple(node.kwargs.items())))
     return None
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and schema is not None
-        and not schema.is_mutable
-        and any(r.alias_info is not None for r in schema.returns)
-    )
 
 
 def _frozen(value: Any) -> Any:
