@@ -172,7 +172,15 @@ def train(case, captured, steps, passes=NONE, backend="fx"):
     model = _build(case)
     optimizer = _optimizer(case.optimizer, model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-    step = whole_step(model, optimizer, loss_of, accumulate=case.accumulate, clip_norm=case.clip_norm, passes=passes, backend=backend)
+    step = whole_step(
+        model,
+        optimizer,
+        loss_of,
+        accumulate=case.accumulate,
+        clip_norm=case.clip_norm,
+        passes=passes,
+        backend=backend,
+    )
     if not captured:
         step._find = lambda *_: None
     split = case.kind in ("fsdp", "ddp", "hsdp")

@@ -21,7 +21,15 @@ from shardwise.torch_internals.process_groups import simulated_world
 
 install_hooks()
 
-__all__ = ["at_simulation_end", "forget_world", "is_simulated", "on_mesh", "per_rank", "simulate", "viewpoint"]
+__all__ = [
+    "at_simulation_end",
+    "forget_world",
+    "is_simulated",
+    "on_mesh",
+    "per_rank",
+    "simulate",
+    "viewpoint",
+]
 
 _simulated: list[int] = []  # the world size, inside a simulation
 _at_end: list[Callable[[], object]] = []

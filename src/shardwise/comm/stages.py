@@ -20,7 +20,14 @@ from shardwise.comm.run_many import real_stage as real_grouped_stage
 from shardwise.layout import block_shape
 from shardwise.plan import GroupedStep, Step
 
-__all__ = ["grouped_entry", "grouped_stage", "simulated_grouped_stage", "simulated_stage", "single_entry", "single_stage"]
+__all__ = [
+    "grouped_entry",
+    "grouped_stage",
+    "simulated_grouped_stage",
+    "simulated_stage",
+    "single_entry",
+    "single_stage",
+]
 
 
 def single_stage(

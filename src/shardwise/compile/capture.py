@@ -32,6 +32,7 @@ from shardwise.torch_internals.recording import is_fake, without_modes
 
 __all__ = ["capture"]
 
+
 def capture(
     step: Callable[..., Any],
     *args: Any,
@@ -198,7 +199,9 @@ def _same_states(optimizer: Optimizer | None) -> Iterator[None]:
         new = [p for p, s in state.items() if s.keys() != before.get(p, {}).keys()]
         if new:
             raise StateCreatedError
-        if any(v is not before[p][k] for p, s in state.items() for k, v in s.items() if isinstance(v, Tensor)):
+        if any(
+            v is not before[p][k] for p, s in state.items() for k, v in s.items() if isinstance(v, Tensor)
+        ):
             raise CaptureError(
                 f"{type(optimizer).__name__} replaces a tensor of its state.",
                 why="A program writes to the tensors of a state, and a tensor that replaces one would have no values.",

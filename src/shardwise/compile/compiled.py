@@ -91,7 +91,7 @@ def _with_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return given["self"].copy_(out) if func._schema.is_mutable else out
 
 
-def _clamp(self: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:  # noqa: A002
+def _clamp(self: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:
     return aten.clamp.Tensor(self, min, max)  # type: ignore[no-any-return]
 
 

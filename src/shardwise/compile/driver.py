@@ -99,9 +99,8 @@ class WholeStep:
                 self.reason = error.reason
                 return None
             except Exception as failure:
-                error = _as_capture_error(failure)
-                found = error
-                warnings.warn(f"whole_step runs this step eagerly: {error}", stacklevel=4)
+                found = _as_capture_error(failure)
+                warnings.warn(f"whole_step runs this step eagerly: {found}", stacklevel=4)
             some[:] = [(now, found), *some[: _MOST_PROGRAMS - 1]]
         if isinstance(found, CaptureError):
             self.reason = found.reason

@@ -59,10 +59,10 @@ def _communicate(target: Any, args: dict[int, Any]) -> dict[int, Any]:
             return {rank: at_rank(out, rank) for rank in args}
         case MoveMany(grouped, mesh, _, dtypes):
             first, complete = simulated_grouped_stage(grouped, mesh, dtypes)
-            many = [PerRank({rank: given[i] for rank, (given,) in args.items()}) for i in range(len(dtypes))]
+            many: list[Tensor] = [
+                PerRank({rank: given[i] for rank, (given,) in args.items()}) for i in range(len(dtypes))
+            ]
             found = complete(first(many), many)
             return {rank: [at_rank(x, rank) for x in found] for rank in args}
         case _:
             raise TypeError(f"{target} is no step of a plan")
-
-

@@ -63,7 +63,7 @@ def _gradient_of(find: Find) -> Find:
 
 
 def _state_of(optimizer: Optimizer, p: Tensor, key: str) -> Find:
-    return lambda leaves: optimizer.state[p][key]  # type: ignore[no-any-return]
+    return lambda leaves: optimizer.state[p][key]
 
 
 def owners_of(leaves: Sequence[Any], optimizer: Optimizer | None, modules: Sequence[nn.Module]) -> Owners:
@@ -72,18 +72,23 @@ def owners_of(leaves: Sequence[Any], optimizer: Optimizer | None, modules: Seque
     for name, t in module_tensors(modules).items():
         owners.add(name, t, always(t))
         owners.add(f"{name}.grad", t.grad, _gradient_of(always(t)))
-    for g, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for i, p in enumerate(group["params"]):
-            name = f"parameter {g}.{i}"
-            owners.add(name, p, always(p))
-            owners.add(f"{name}.grad", p.grad, _gradient_of(always(p)))
-            for key, value in optimizer.state.get(p, {}).items() if optimizer is not None else ():
-                owners.add(f"{name}.{key}", value, _state_of(optimizer, p, key))
+    if optimizer is not None:
+        _add_optimizer(owners, optimizer)
     for i, leaf in enumerate(leaves):
         owners.add(f"argument {i}", leaf, itemgetter(i))
         if isinstance(leaf, Tensor) and leaf.is_leaf:
             owners.add(f"argument {i}.grad", leaf.grad, _gradient_of(itemgetter(i)))
     return owners
+
+
+def _add_optimizer(owners: Owners, optimizer: Optimizer) -> None:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            name = f"parameter {g}.{i}"
+            owners.add(name, p, always(p))
+            owners.add(f"{name}.grad", p.grad, _gradient_of(always(p)))
+            for key, value in optimizer.state.get(p, {}).items():
+                owners.add(f"{name}.{key}", value, _state_of(optimizer, p, key))
 
 
 def module_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

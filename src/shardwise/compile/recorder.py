@@ -168,7 +168,9 @@ class Recorder(TorchDispatchMode):
                 raise CaptureError(
                     f"The step computes with a {type(x).__name__}.",
                     why=f"A program is one of plain tensors, the blocks of one rank; a {type(x).__name__} is something else.",
-                    fix="Capture on real ranks, or on a fake_mesh." if type(x).__name__ == "PerRank" else "Use DTensors.",
+                    fix="Capture on real ranks, or on a fake_mesh."
+                    if type(x).__name__ == "PerRank"
+                    else "Use DTensors.",
                 )
             fake = self._empty(x.shape, x.stride(), x)
             node = self.graph.placeholder(f"input_{len(self.lifted)}")

@@ -163,7 +163,13 @@ def _difference(place: _Place) -> str | None:
         before, now = dict(enumerate(before)), dict(enumerate(now))
         return None if _changed_key(before, now) is None else ""
     key = _changed_key(before, now)
-    return None if key is None else str(key) if place.name.endswith(".") or isinstance(place.holder, _Globals) else ""
+    return (
+        None
+        if key is None
+        else str(key)
+        if place.name.endswith(".") or isinstance(place.holder, _Globals)
+        else ""
+    )
 
 
 def _changed_key(before: dict[Any, Any], now: dict[Any, Any]) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardwise.compile.passes.bucket import bucket_bytes, bucket_moves
+from shardwise.compile.passes.bucket import bucket_moves
 from shardwise.compile.passes.dead_code import remove_dead_code
 from shardwise.compile.passes.overlap import overlap_collectives
 from shardwise.compile.passes.reduce_once import reduce_once
@@ -25,7 +25,7 @@ class Passes:
         reassociate: sums of reductions become reductions of sums, and buckets include reductions. This changes the order of
             floating-point sums: results differ from eager ones in the last bits, and are the same in every run.
         bucket: merge moves of one kind into one collective of so many bytes at most; None for the size at which the latency of the
-            cost model in force is a tenth of the time; 0 for none.
+            cost model in force is a tenth of the time; 0 to merge nothing.
         overlap: how many collectives may be under way at a time: they start early and are waited for late; 0 for none.
     """
 
@@ -42,9 +42,8 @@ class Passes:
         if self.reassociate:
             did["reassociate"] = reduce_once(graph)
         sink_views(graph)
-        limit = bucket_bytes() if self.bucket is None else self.bucket
-        if limit:
-            did["bucket"] = bucket_moves(graph, limit, self.reassociate)
+        if self.bucket != 0:
+            did["bucket"] = bucket_moves(graph, self.bucket, self.reassociate)
         remove_dead_code(graph)
         if self.overlap:
             did["overlap"] = overlap_collectives(graph, self.overlap)

@@ -9,17 +9,17 @@ from torch import fx
 
 from shardwise.compile.passes.memory_use import storages, written
 from shardwise.compile.targets import GETITEM, Move, MoveMany
-from shardwise.plan import AllGather, AllReduce, AllToAll, GroupedStep, ReduceScatter
+from shardwise.plan import AllGather, AllReduce, AllToAll, GroupedStep, ReduceScatter, Step
 from shardwise.plan.grouped import Member
 from shardwise.plan.settings import current_costs
 
 __all__ = ["bucket_bytes", "bucket_moves"]
 
 
-def bucket_bytes() -> int:
-    """The size of a bucket under the cost model in force: its latency is a tenth of the time that it takes to send."""
-    model = current_costs()
-    return int(10 * model.latency * model.bandwidth)
+def bucket_bytes(step: Step) -> int:
+    """The size of a bucket under the cost model in force: the latency is a tenth of the time that it takes to send."""
+    latency, bandwidth = current_costs().pace(step.source.axes, step.axes)
+    return int(10 * latency * bandwidth)
 
 
 class _Candidate(NamedTuple):
@@ -30,12 +30,12 @@ class _Candidate(NamedTuple):
     nbytes: int
 
 
-def bucket_moves(graph: fx.Graph, limit: int, reductions: bool = False) -> int:
+def bucket_moves(graph: fx.Graph, limit: int | None = None, reductions: bool = False) -> int:
     """Merge moves that do not wait for each other; returns the number of collectives less.
 
     Args:
         graph: the graph.
-        limit: the bytes of the source blocks in one collective, at most.
+        limit: the bytes of the source blocks in one collective, at most; None for `bucket_bytes`.
         reductions: merge reductions as well. Backends sum the parts of a buffer in an order that depends on their place in it, so
             with more than two ranks results may differ from eager ones in the last bits; they are the same in every run.
 
@@ -55,11 +55,12 @@ def bucket_moves(graph: fx.Graph, limit: int, reductions: bool = False) -> int:
         users = min((places[u] for u in node.users), default=len(places))
         rewritten = min((i for i, w in writes if i > place and w & storages(source)), default=len(places))
         found = _Candidate(node, place, min(users, rewritten), nbytes)
+        most = bucket_bytes(node.target.step) if limit is None else limit
         open_bucket = waiting.get(kind)
         if (
             open_bucket
             and min(c.needed for c in open_bucket) > place
-            and sum(c.nbytes for c in open_bucket) + nbytes <= limit
+            and sum(c.nbytes for c in open_bucket) + nbytes <= most
         ):
             open_bucket.append(found)
         else:
@@ -82,7 +83,7 @@ def _kind(node: fx.Node, reductions: bool) -> Any:
             return ("all-gather", *where, "")
         case AllToAll():
             return ("all-to-all", *where, "")
-        case (AllReduce() | ReduceScatter()) if reductions:
+        case AllReduce() | ReduceScatter() if reductions:
             op = next(iter(step.reduced.values()))
             return (step.name, *where, "sum" if op == "avg" else op, move.dtype)
         case _:

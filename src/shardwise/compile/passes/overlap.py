@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -52,7 +53,10 @@ def overlap_collectives(graph: fx.Graph, ahead: int = 2) -> int:
     ordered = list(graph.nodes)
     now = {n: i for i, n in enumerate(ordered)}
     return sum(
-        any(ordered[i].op == "call_function" and not isinstance(ordered[i].target, Begin | Finish) for i in range(now[n] + 1, now[f]))
+        any(
+            ordered[i].op == "call_function" and not isinstance(ordered[i].target, Begin | Finish)
+            for i in range(now[n] + 1, now[f])
+        )
         for n in ordered
         if isinstance(n.target, Begin)
         for f in n.users
@@ -76,5 +80,5 @@ def _split(graph: fx.Graph, node: fx.Node, begin: _Key, finish: _Key, keys: dict
 def _reorder(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
     """Put the nodes of a graph into the order of their keys."""
     ordered = sorted(graph.nodes, key=keys.__getitem__)
-    for before, node in zip(ordered, ordered[1:], strict=False):
+    for before, node in pairwise(ordered):
         before.append(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -31,13 +33,14 @@ def reduce_once(graph: fx.Graph) -> int:
         if not _can_be_added_first(a, b):
             continue
         terms = [a.args[0], b.args[0]]
+        target: Any = a.target
         before = [t.meta["val"] for t in terms if isinstance(t, fx.Node)]
         if node.target is _ADD_IN_PLACE and len(storages(a) & _written_elsewhere(graph, node)):
             continue
         with graph.inserting_before(node):
             total = graph.call_function(_ADD, tuple(terms))
             total.meta = dict(node.meta, val=_sum_of(*before))
-            moved = graph.call_function(a.target, (total,))
+            moved = graph.call_function(target, (total,))
             moved.meta = dict(a.meta, val=a.meta["val"])
         node.replace_all_uses_with(moved)
         for old in (node, a, b):

@@ -25,7 +25,7 @@ def reuse_moves(graph: fx.Graph) -> int:
     gone = 0
     for node in list(graph.nodes):
         key = _key(node)
-        if key is None or _memory(node) & ever_written and not is_view(node):
+        if key is None or (_memory(node) & ever_written and not is_view(node)):
             continue
         # what has been written to since is another value
         sources = set().union(*(storages(n) for n in node.all_input_nodes))
