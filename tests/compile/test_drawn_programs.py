@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from tests.compile.programs import compare, compare_compiled, draw_case
+from tests.compile.programs import OTHER_MODELS, compare, compare_compiled, draw_case
 
 pytestmark = pytest.mark.processes
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
@@ -15,7 +15,7 @@ def chunks(cases, size):
 
 
 def test_captured_steps_have_the_bits_and_the_collectives_of_eager_ones(workers):
-    for cases in chunks([draw_case(seed) for seed in range(COUNT)], 6):
+    for cases in chunks([draw_case(seed) for seed in range(COUNT)] + OTHER_MODELS, 5):
         for differences in workers.run(compare, cases):
             assert [d for d in differences if d] == []
 

@@ -7,6 +7,7 @@ from shardwise.compile.errors import CaptureError
 from shardwise.compile.fake import fake_mesh
 from shardwise.compile.passes import EXACT, FAST, NONE, Passes
 from shardwise.compile.program import Program
+from shardwise.compile.saved import load, save
 
 __all__ = [
     "EXACT",
@@ -20,5 +21,7 @@ __all__ = [
     "WholeStep",
     "capture",
     "fake_mesh",
+    "load",
+    "save",
     "whole_step",
 ]

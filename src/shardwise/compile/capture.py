@@ -257,11 +257,11 @@ def _output(recorder: Recorder, leaf: Any, results: list[fx.Node]) -> Output:
     return Output(len(results) - 1, spec)
 
 
-def _gradient(recorder: Recorder, p: Tensor, find: Find, results: list[fx.Node]) -> Gradient:
+def _gradient(recorder: Recorder, p: Tensor, named: tuple[str, Find], results: list[fx.Node]) -> Gradient:
     if p.grad is None:
-        return Gradient(find, None)
+        return Gradient(*named, None)
     number, spec, _ = _output(recorder, p.grad, results)
-    return Gradient(find, number, spec)
+    return Gradient(*named, number, spec)
 
 
 def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: Owners) -> list[Input]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Find", "Input", "Owners", "always", "block_of_tensor", "module_tensors", "owners_of"]
+__all__ = ["Find", "Input", "Owners", "always", "block_of_tensor", "find_by_name", "module_tensors", "owners_of"]
 
 Find = Callable[[Sequence[Any]], Tensor]
 """How to find a tensor in a run, given the leaves of its arguments."""
@@ -40,8 +40,8 @@ class Owners:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.inputs: dict[int, Input] = {}
-        self.finds: dict[int, Find] = {}
-        """By id of the tensor, how to find the one in its place in a run."""
+        self.finds: dict[int, tuple[str, Find]] = {}
+        """By id of the tensor, its name, and how to find the one in its place in a run."""
 
     def add(self, name: str, tensor: Any, find: Find) -> None:
         """Add a tensor, if it is one."""
@@ -50,7 +50,7 @@ class Owners:
         self.tensors.append(tensor)
         block = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         self.inputs.setdefault(id(block), Input(name, find))
-        self.finds.setdefault(id(tensor), find)
+        self.finds.setdefault(id(tensor), (name, find))
 
 
 def always(value: Tensor) -> Find:
@@ -89,6 +89,22 @@ def _add_optimizer(owners: Owners, optimizer: Optimizer) -> None:
             owners.add(f"{name}.grad", p.grad, _gradient_of(always(p)))
             for key, value in optimizer.state.get(p, {}).items():
                 owners.add(f"{name}.{key}", value, _state_of(optimizer, p, key))
+
+
+def find_by_name(name: str, optimizer: Optimizer | None, modules: Sequence[nn.Module]) -> Find | None:
+    """How to find the tensor that has this name in `owners_of`; None if there is no such tensor."""
+    if name.endswith(".grad"):
+        find = find_by_name(name.removesuffix(".grad"), optimizer, modules)
+        return None if find is None else _gradient_of(find)
+    kind, _, rest = name.partition(" ")
+    if kind == "argument" and rest.isdigit():
+        return itemgetter(int(rest))
+    if kind == "parameter" and optimizer is not None:
+        group, number, *key = rest.split(".", 2)
+        p = optimizer.param_groups[int(group)]["params"][int(number)]
+        return _state_of(optimizer, p, key[0]) if key else always(p)
+    tensor = module_tensors(modules).get(name)
+    return None if tensor is None else always(tensor)
 
 
 def module_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

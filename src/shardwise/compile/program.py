@@ -41,6 +41,7 @@ class Output(NamedTuple):
 class Gradient(NamedTuple):
     """A gradient that the step leaves in a tensor: the number of the graph's output; None if it leaves none."""
 
+    name: str
     find: Find
     number: int | None
     spec: Spec | None = None

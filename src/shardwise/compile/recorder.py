@@ -48,6 +48,9 @@ _SAME_SHAPE = frozenset(
     for overload in getattr(aten, name).overloads()
 )
 """Ops that write to their first argument and return it as it is; the optimizer's, above all."""
+_REFUSED = {
+    aten.mkldnn_rnn_layer.default: "The kernel of recurrent layers on CPU keeps what it computed in a form that only a run has.",
+}
 _HIDDEN = ("/torch/", "/shardwise/")
 
 
@@ -101,6 +104,8 @@ class Recorder(TorchDispatchMode):
             with without_modes():
                 constant = args[0].clone()
             return self.__torch_dispatch__(aten.clone.default, types, (self._lift(constant),))
+        if (why := _REFUSED.get(func)) is not None:
+            raise CaptureError(f"The step calls {func}.", why=why, fix="Train it eagerly.")
         args = self._without_values(args)
         if kwargs:
             kwargs = {name: self._without_values(a) for name, a in kwargs.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.compile.errors import CaptureError
+from shardwise.compile.signature import REFERENCES
 
 __all__ = ["unchanged_objects"]
 
@@ -64,7 +65,7 @@ def _places(step: Callable[..., Any], modules: Sequence[nn.Module]) -> list[_Pla
             called = name or (type(root).__name__ if len(modules) == 1 else f"{type(root).__name__} {number}")
             add(module.__dict__, f"{called}.")
             for key, value in list(module.__dict__.items()):
-                if type(value) in _CONTAINERS or isinstance(value, dict):
+                if (type(value) in _CONTAINERS or isinstance(value, dict)) and key not in REFERENCES:
                     add(value, f"{called}.{key}")
             hooks = [v for k, v in module.__dict__.items() if k.endswith("_hooks") and isinstance(v, dict)]
             _add_function(type(module).forward, add, set())
@@ -184,7 +185,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_ours(key: Any) -> bool:
-    return isinstance(key, str) and key.startswith("_shardwise")
+    return isinstance(key, str) and (key.startswith("_shardwise") or key in REFERENCES)
 
 
 def _restore(place: _Place) -> None:

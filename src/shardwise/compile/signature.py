@@ -14,8 +14,10 @@ from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.subclass import storage_id
 
-__all__ = ["Signature", "keys_of", "known_ids"]
+__all__ = ["REFERENCES", "Signature", "keys_of", "known_ids"]
 
+REFERENCES = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes of recurrent layers that refer to their parameters once more; torch keeps them up to date."""
 _SIMPLE = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -87,10 +89,10 @@ class Signature:
         )
         objects: list[Any] = []
         for module in model.modules():
-            for value in module.__dict__.values():
+            for name, value in module.__dict__.items():
                 if isinstance(value, dict):
                     objects.extend(value.values())
-                else:
+                elif name not in REFERENCES:
                     objects.append(value)
         for p in params:
             objects.append(p)
