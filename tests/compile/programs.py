@@ -216,7 +216,9 @@ def draw_case(seed):
         layers=rng.choice([1, 1, 2]),
         dropout=rng.choice([0.0, 0.2]),
         tied=kind != "sp" and model == "transformer" and rng.random() < 0.3,
-        optimizer=rng.choice(["AdamW", "Adam", "SGD", "momentum", "foreach", "RMSprop", "NAdam", "Adagrad", "Adamax", "RAdam"]),
+        optimizer=rng.choice(
+            ["AdamW", "Adam", "SGD", "momentum", "foreach", "RMSprop", "NAdam", "Adagrad", "Adamax", "RAdam"]
+        ),
         clip_norm=rng.choice([None, 0.3]),
         accumulate=rng.choice([1, 1, 2]),
         scheduled=rng.random() < 0.5,

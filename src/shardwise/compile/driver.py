@@ -21,6 +21,15 @@ from shardwise.torch_internals.pytree import tree_flatten
 __all__ = ["WholeStep", "whole_step"]
 
 
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+)
+"""What code raises that does not expect tensors without values; an error of the program's own is raised again by the eager step."""
 _MOST_PROGRAMS = 8
 """Programs to keep for arguments of one kind; the oldest is dropped first."""
 
@@ -98,7 +107,7 @@ class WholeStep:
             except StateCreatedError as error:  # once, so nothing to warn of or to keep
                 self.reason = error.reason
                 return None
-            except Exception as failure:
+            except _FAILURES as failure:
                 found = _as_capture_error(failure)
                 warnings.warn(f"whole_step runs this step eagerly: {found}", stacklevel=4)
             some[:] = [(now, found), *some[: _MOST_PROGRAMS - 1]]

@@ -13,10 +13,21 @@ from shardwise.comm import axes_of, coord_of
 from shardwise.compile.errors import CaptureError
 from shardwise.compile.targets import FILL, GETITEM, STRIDED, Begin, Finish, Move, MoveMany
 from shardwise.layout import Axes, Layout, Spec, parse_layout
-from shardwise.plan import AllGather, AllReduce, AllToAll, Exchange, GroupedStep, Identity, ReduceScatter, Slice, Step
+from shardwise.plan import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    GroupedStep,
+    Identity,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 from shardwise.plan.exchange import Extent
 from shardwise.plan.grouped import Member
 from shardwise.plan.step import Permute
+from shardwise.torch_internals.dispatcher import find_op, is_op
 
 __all__ = [
     "Meshes",
@@ -63,7 +74,9 @@ class Meshes:
     def decode(self, names: Sequence[str]) -> DeviceMesh:
         """The mesh with these axes."""
         if self.root is None:
-            raise CaptureError("The program has a mesh.", why="Its collectives run on one.", fix="load(path, mesh=mesh)")
+            raise CaptureError(
+                "The program has a mesh.", why="Its collectives run on one.", fix="load(path, mesh=mesh)"
+            )
         own = tuple(self.root.mesh_dim_names or ())
         return self.root if tuple(names) == own else self.root[tuple(names)]
 
@@ -136,14 +149,19 @@ def encode_target(target: Any, meshes: Meshes) -> Any:
         case Move(step, mesh, _, dtype):
             return {"move": _encode_step(step), "mesh": meshes.encode(mesh), "dtypes": [encode_value(dtype)]}
         case MoveMany(grouped, mesh, _, dtypes):
-            said = {"kind": grouped.kind, "axes": [*grouped.axes], "op": grouped.op, "sizes": [*grouped.itemsizes]}
+            said = {
+                "kind": grouped.kind,
+                "axes": [*grouped.axes],
+                "op": grouped.op,
+                "sizes": [*grouped.itemsizes],
+            }
             said["members"] = [[m.tensor, _encode_step(m.step)] for m in grouped.members]
             return {"moves": said, "mesh": meshes.encode(mesh), "dtypes": [encode_value(d) for d in dtypes]}
     for name, call in _CALLS.items():
         if target is call:
             return {"call": name}
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in _OPS:
-        return {"op": f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"}
+    if is_op(target) and target.namespace in _OPS:
+        return {"op": str(target)}
     raise cannot(f"a call of {target}")
 
 
@@ -156,7 +174,9 @@ def decode_target(said: Any, meshes: Meshes) -> Any:
             return Finish(decode_target(inner, meshes))
         case {"move": step, "mesh": names, "dtypes": [dtype]}:
             mesh = meshes.decode(names)
-            return Move(_decode_step(step, axes_of(mesh)), mesh, coord_of(mesh) or (), decode_value(dtype, {}))
+            return Move(
+                _decode_step(step, axes_of(mesh)), mesh, coord_of(mesh) or (), decode_value(dtype, {})
+            )
         case {"moves": many, "mesh": names, "dtypes": dtypes}:
             mesh = meshes.decode(names)
             members = tuple(Member(i, _decode_step(s, axes_of(mesh))) for i, s in many["members"])
@@ -173,14 +193,18 @@ def decode_target(said: Any, meshes: Meshes) -> Any:
 
 def _op(name: str) -> Any:
     space, op, overload = name.split(".")
-    found = getattr(getattr(getattr(torch.ops, space), op), overload) if space in _OPS else None
-    if not isinstance(found, torch._ops.OpOverload):
+    found = find_op(space, op, overload) if space in _OPS else None
+    if found is None:
         raise _unreadable(name)
     return found
 
 
 def _encode_step(step: Step) -> Any:
-    said: dict[str, Any] = {"step": type(step).__name__, "source": str(step.source), "target": str(step.target)}
+    said: dict[str, Any] = {
+        "step": type(step).__name__,
+        "source": str(step.source),
+        "target": str(step.target),
+    }
     said["axes"] = [*step.axes]
     if isinstance(step, Exchange):
         said |= {"dim": step.dim, "owned": step.owned, "wanted": step.wanted}

@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 
 from shardwise.tensor.dtensor import DTensor
 
-__all__ = ["Find", "Input", "Owners", "always", "block_of_tensor", "find_by_name", "module_tensors", "owners_of"]
+__all__ = [
+    "Find",
+    "Input",
+    "Owners",
+    "always",
+    "block_of_tensor",
+    "find_by_name",
+    "module_tensors",
+    "owners_of",
+]
 
 Find = Callable[[Sequence[Any]], Tensor]
 """How to find a tensor in a run, given the leaves of its arguments."""

@@ -62,7 +62,9 @@ def save(program: Program, path: str | Path) -> None:
         "constants": constants,
         "streams": [[meshes.encode(mesh), count] for mesh, count in program.streams],
         "numbers": None if program.numbers is None else program.numbers.saved(),
-        "outputs": [[o.number, encode_spec(o.spec, meshes), encode_value(o.constant)] for o in program.outputs],
+        "outputs": [
+            [o.number, encode_spec(o.spec, meshes), encode_value(o.constant)] for o in program.outputs
+        ],
         "structure": _encode_structure(program.structure, len(program.outputs)),
         "gradients": [[g.name, g.number, encode_spec(g.spec, meshes)] for g in program.gradients],
         "arguments": [[_encode_key(k, meshes) for k in keys], _encode_structure(structure, len(keys))],
@@ -94,7 +96,9 @@ def load(
     """
     said = json.loads(Path(path).read_text())
     if not isinstance(said, dict) or said.get("format") != _FORMAT:
-        raise CaptureError(f"{path} is no program.", why=f"It does not begin with {_FORMAT!r}.", fix="program.save(path)")
+        raise CaptureError(
+            f"{path} is no program.", why=f"It does not begin with {_FORMAT!r}.", fix="program.save(path)"
+        )
     meshes = Meshes(mesh)
     coord = tuple(said["coord"])
     here = () if mesh is None else coord_of(mesh) or ()
@@ -112,7 +116,11 @@ def load(
     numbers = None
     if said["numbers"] is not None:
         if optimizer is None:
-            raise CaptureError(f"{path} updates parameters.", why="Its optimizer is missing.", fix="load(path, optimizer=...)")
+            raise CaptureError(
+                f"{path} updates parameters.",
+                why="Its optimizer is missing.",
+                fix="load(path, optimizer=...)",
+            )
         numbers = OptimizerNumbers.restored(optimizer, said["numbers"])
     keys, structure = said["arguments"]
     return Program(
@@ -124,7 +132,10 @@ def load(
         numbers,
         [Output(n, decode_spec(s, meshes), decode_value(c, {})) for n, s, c in said["outputs"]],
         _decode_structure(said["structure"]),
-        [Gradient(n, _find(n, optimizer, modules), k, decode_spec(s, meshes)) for n, k, s in said["gradients"]],
+        [
+            Gradient(n, _find(n, optimizer, modules), k, decode_spec(s, meshes))
+            for n, k, s in said["gradients"]
+        ],
         ([_decode_key(k, meshes) for k in keys], _decode_structure(structure)),
         known_ids(optimizer, modules),
         said["has_values"],
@@ -146,7 +157,12 @@ def _find(name: str, optimizer: Optimizer | None, modules: Sequence[nn.Module]) 
 def _encode_tensor(x: Tensor) -> Any:
     plain = x.detach().cpu().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return {"dtype": encode_value(x.dtype), "shape": [*x.shape], "device": str(x.device), "data": base64.b64encode(data).decode()}
+    return {
+        "dtype": encode_value(x.dtype),
+        "shape": [*x.shape],
+        "device": str(x.device),
+        "data": base64.b64encode(data).decode(),
+    }
 
 
 def _decode_tensor(said: Any) -> Tensor:
@@ -221,12 +237,18 @@ def _encode_fake(value: Any, memory: dict[int, int]) -> Any:
     number = memory.setdefault(storage_id(value), len(memory))
     size = value.untyped_storage().nbytes()
     where = [[*value.shape], [*value.stride()], int(value.storage_offset())]
-    return {"dtype": encode_value(value.dtype), "device": str(value.device), "at": where, "memory": [number, size]}
+    return {
+        "dtype": encode_value(value.dtype),
+        "device": str(value.device),
+        "at": where,
+        "memory": [number, size],
+    }
 
 
 def _decode_nodes(said: list[Any], meshes: Meshes) -> fx.Graph:
-    graph, nodes = fx.Graph(), {}
-    mode, memory = new_fake_mode(), {}
+    graph, mode = fx.Graph(), new_fake_mode()
+    nodes: dict[str, fx.Node] = {}
+    memory: dict[int, Tensor] = {}
     for n in said:
         args = decode_value(n["args"], nodes)
         match n["op"]:
@@ -236,9 +258,13 @@ def _decode_nodes(said: list[Any], meshes: Meshes) -> fx.Graph:
                 node = graph.output(args[0])
             case "call_function":
                 target = decode_target(n["target"], meshes)
-                node = graph.create_node("call_function", target, args, decode_value(n["kwargs"], nodes), n["name"])
+                node = graph.create_node(
+                    "call_function", target, args, decode_value(n["kwargs"], nodes), n["name"]
+                )
             case other:
-                raise CaptureError(f"The file has a node {other!r}.", why="Programs have none.", fix="Save it again.")
+                raise CaptureError(
+                    f"The file has a node {other!r}.", why="Programs have none.", fix="Save it again."
+                )
         node.meta |= n["meta"]
         if n["op"] != "output":
             node.meta["val"] = _decode_fake(n["val"], mode, memory)

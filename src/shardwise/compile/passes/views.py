@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import fx
+
+from shardwise.torch_internals.dispatcher import is_op
 
 __all__ = ["is_view", "sink_views"]
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node returns a view of its argument, and does nothing else."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not is_op(node.target):
         return False
-    schema = node.target._schema
+    schema: Any = node.target._schema  # type: ignore[union-attr]
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
