@@ -139,7 +139,7 @@ def _torchs(x: Tensor, width: int, sequence: bool, backend: str) -> Any:
         stack(width), mesh, plan(torch_tensor, torch_parallel, sequence)
     )
     local = x.chunk(RANKS, 1)[dist.get_rank()].contiguous() if sequence else x
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=backend != "eager")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # which mixes DTensors and plain tensors
     forward, update = model, optimizer.step
     if backend == "inductor":
         forward, update = torch.compile(model), torch.compile(optimizer.step)

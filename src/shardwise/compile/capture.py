@@ -148,8 +148,21 @@ def _record(
     inputs = _order_inputs(recorder, graph, owned)
     has_values = not any(x.is_meta or is_fake(x) for x, _, _ in recorder.lifted.values())
     coord = () if mesh is None else coord_of(mesh) or ()
+    alive = set(graph.nodes)
     return Program(
-        graph, mesh, coord, inputs, streams, numbers, outputs, shape, gradients, keys, has_values=has_values
+        graph,
+        mesh,
+        coord,
+        inputs,
+        streams,
+        numbers,
+        outputs,
+        shape,
+        gradients,
+        keys,
+        has_values=has_values,
+        has_overlap=has_values
+        and _overlap([x for x, _, n in recorder.lifted.values() if n in alive], inputs),
     )
 
 
@@ -262,6 +275,24 @@ def _gradient(recorder: Recorder, p: Tensor, named: tuple[str, Find], results: l
         return Gradient(*named, None)
     number, spec, _ = _output(recorder, p.grad, results)
     return Gradient(*named, number, spec)
+
+
+def _overlap(blocks: Sequence[Tensor], inputs: Sequence[Input]) -> bool:
+    """Whether an input that is written to shares memory with another one."""
+    spans = []
+    for x, i in zip(blocks, inputs, strict=True):
+        if x.numel():
+            last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+            start = x.data_ptr()
+            spans.append((start, start + (last + 1) * x.itemsize, i.is_written))
+    spans.sort()
+    end, written_end = 0, 0
+    for start, stop, is_written in spans:
+        if start < written_end or (is_written and start < end):
+            return True
+        end = max(end, stop)
+        written_end = max(written_end, stop) if is_written else written_end
+    return False
 
 
 def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: Owners) -> list[Input]:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.comm.ledger import is_counting, record
 from shardwise.compile.errors import CaptureError
+from shardwise.compile.targets import Begin, Move, MoveMany
 from shardwise.torch_internals.inductor import compile_function
 from shardwise.torch_internals.recording import empty_fake
 
@@ -37,10 +39,16 @@ def compiled_by_inductor(graph: fx.Graph) -> Callable[..., Any]:
     numbers = len(inputs) - len(fakes)
     fakes += [empty_fake(mode, (), (), like) for _ in range(numbers)]
     function = compile_function(lambda *values: _evaluate(graph, values), fakes)
-    if not numbers:
-        return function
+    moves = [n.target for n in graph.nodes if isinstance(n.target, Move | MoveMany | Begin)]
+    sent = [m.move if isinstance(m, Begin) else m for m in moves]
 
     def run(*values: Any) -> Any:
+        if is_counting():
+            for move in sent:
+                if move.is_collective:
+                    record(move.sent())
+        if not numbers:
+            return function(*values)
         given = torch.tensor(values[-numbers:], dtype=torch.float64).unbind()
         return function(*values[:-numbers], *given)
 

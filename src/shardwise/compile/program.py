@@ -77,6 +77,8 @@ class Program:
     fixed_ids: set[int] = field(default_factory=set)
     """The ids of the tensors of modules and of the optimizer."""
     has_values: bool = True
+    has_overlap: bool = False
+    """Whether an input that is written to shares memory with another: then nodes stay in their order."""
     capture_at: Callable[[int], Program] | None = None
     """Captures the program of another rank."""
     passes: dict[str, int] = field(default_factory=dict)
@@ -150,8 +152,15 @@ class Program:
         are updated in place either way.
 
         Raises:
-            CaptureError: there is no such backend, or the program has no values to compile for.
+            CaptureError: there is no such backend, the program has no values to compile for, or tensors that it writes to share
+                memory with others.
         """
+        if self.has_overlap and backend != "fx":
+            raise CaptureError(
+                "An input that the program writes to shares memory with another one.",
+                why="A compiler reorders reads and writes of tensors that it takes for separate.",
+                fix='program.compile("fx"), or pass tensors of their own memory.',
+            )
         out = replace(self, _others={})
         out._function = compile_graph(self.graph, backend)
         return out
@@ -160,8 +169,11 @@ class Program:
         """The same program with fewer collectives, which overlap with other work.
 
         Args:
-            passes: what to do; by default everything that keeps the bits of the results.
+            passes: what to do; by default everything that keeps the bits of the results. A program whose inputs share memory that
+                it writes to stays as it is.
         """
+        if self.has_overlap:
+            return self
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         at = self.capture_at
