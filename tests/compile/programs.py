@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import counting
-from shardwise.compile import Program, whole_step
+from shardwise.compile import EXACT, FAST, NONE, whole_step
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -65,6 +66,90 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class Convolutions(nn.Module):
+    """Convolutions along the sequence, with norms whose statistics are buffers."""
+
+    def __init__(self, layers, dropout):
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU())
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x):
+        x = self.embedding(x).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.dropout(x.transpose(1, 2)))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer."""
+
+    def __init__(self, layers, dropout):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x)[0]
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Each token goes to two of four experts, as weights of a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) * 0.2)
+        self.down = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) * 0.2)
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        top, index = scores.topk(2, -1)
+        weights = torch.zeros_like(scores).scatter(-1, index, top / top.sum(-1, keepdim=True))
+        hidden = functional.silu(torch.einsum("bsd,edf->bsef", x, self.up))
+        return x + torch.einsum("bsef,efd,bse->bsd", hidden, self.down, weights)
+
+
+class Mixture(nn.Module):
+    """Layers of experts."""
+
+    def __init__(self, layers, dropout):
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Experts() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(self.norm(x)))
+
+
+def _llama(layers, dropout):
+    """A tiny model of transformers."""
+    transformers = import_module("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.blocks = model.model.layers
+    return model
+
+
+MODELS = {"convolutions": Convolutions, "recurrent": Recurrent, "mixture": Mixture, "llama": _llama}
+DATA_PARALLEL = ("fsdp", "ddp", "hsdp")
+
+
 def _tensor_plan(tied):
     """Tensor parallelism of all layers; hidden states stay DTensors."""
     out, rows = {"use_local_output": False}, sw.Replicate()
@@ -110,18 +195,30 @@ class Case:
     clip_norm: float | None = None
     accumulate: int = 1
     scheduled: bool = True
+    model: str = "transformer"
+
+
+OTHER_MODELS = [
+    Case("fsdp", model="convolutions"),
+    Case("ddp", model="mixture", clip_norm=0.3),
+    Case("hsdp", model="recurrent", optimizer="momentum", accumulate=2),
+]
 
 
 def draw_case(seed):
     """A case that a seed determines; seeds in a row have all kinds."""
     rng = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
+    model = rng.choice([*MODELS, "transformer"]) if kind in DATA_PARALLEL and seed >= 6 else "transformer"
     return Case(
         kind,
+        model=model,
         layers=rng.choice([1, 1, 2]),
         dropout=rng.choice([0.0, 0.2]),
-        tied=kind != "sp" and rng.random() < 0.3,
-        optimizer=rng.choice(["AdamW", "Adam", "SGD", "momentum", "foreach", "RMSprop", "NAdam"]),
+        tied=kind != "sp" and model == "transformer" and rng.random() < 0.3,
+        optimizer=rng.choice(
+            ["AdamW", "Adam", "SGD", "momentum", "foreach", "RMSprop", "NAdam", "Adagrad", "Adamax", "RAdam"]
+        ),
         clip_norm=rng.choice([None, 0.3]),
         accumulate=rng.choice([1, 1, 2]),
         scheduled=rng.random() < 0.5,
@@ -135,7 +232,10 @@ def _build(case):
         "cpu", (2, size // 2) if two else (size,), mesh_dim_names=("dp", "tp")[: 1 + two]
     )
     torch.manual_seed(0)
-    model = Model(case.layers, case.dropout, case.tied)
+    if case.model == "transformer":
+        model = Model(case.layers, case.dropout, case.tied)
+    else:
+        model = MODELS[case.model](case.layers, case.dropout)
     if case.kind in ("tp", "fsdp+tp"):
         tp = mesh["tp"] if two else mesh
         sw.distribute_module(parallelize_module(model, tp, _tensor_plan(case.tied)), tp)
@@ -163,15 +263,25 @@ def _optimizer(name, params):
 def loss_of(model, x, y):
     """The loss of a batch of tokens; plain ones are the same on all ranks of a tensor-parallel group."""
     with sw.policy(plain="replicate"):
-        return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        out = model(x)
+        return functional.cross_entropy(getattr(out, "logits", out).flatten(0, 1), y.flatten())
 
 
-def _train(case, captured, steps):
+def train(case, captured, steps, passes=NONE, backend="fx"):
+    """Train; returns losses, blocks of parameters, numbers of the optimizer, what was sent, reasons and programs."""
     sw.manual_seed(1)
     model = _build(case)
     optimizer = _optimizer(case.optimizer, model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-    step = whole_step(model, optimizer, loss_of, accumulate=case.accumulate, clip_norm=case.clip_norm)
+    step = whole_step(
+        model,
+        optimizer,
+        loss_of,
+        accumulate=case.accumulate,
+        clip_norm=case.clip_norm,
+        passes=passes,
+        backend=backend,
+    )
     if not captured:
         step._find = lambda *_: None
     split = case.kind in ("fsdp", "ddp", "hsdp")
@@ -192,8 +302,9 @@ def _train(case, captured, steps):
         for v in s.values()
         if isinstance(v, torch.Tensor) and v.dim() == 0
     ]
-    weights = [p._local_tensor if isinstance(p, sw.DTensor) else p.detach() for p in model.parameters()]
-    programs = [p for p in step.programs.values() if isinstance(p, Program)]
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = [t._local_tensor if isinstance(t, sw.DTensor) else t.detach() for t in tensors]
+    programs = step.programs
     return losses, weights, numbers, sent, reasons, programs
 
 
@@ -205,21 +316,51 @@ def compare(cases, steps=3):
     """For each case the differences between eager and captured training on this rank, as text; none if there are none."""
     found = []
     for case in cases:
-        eager, captured = (_train(case, c, steps) for c in (False, True))
-        wrong = []
-        for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
-            if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
-                wrong.append(f"{name} differ")
-        if eager[2] != captured[2]:
-            wrong.append("the optimizer's numbers differ")
+        eager, captured = (train(case, c, steps) for c in (False, True))
+        wrong = _differences(eager, captured)
         if eager[3] != captured[3]:
             wrong.append("what is sent differs")
         late = captured[4][case.accumulate + 1 :]
+        if case.model == "recurrent":  # on CPU it falls back to eager mode
+            wrong += [] if all("recurrent layers" in str(r) for r in late) else [f"captured: {late}"]
+            found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
+            continue
         if any(late) or not captured[5]:
             wrong.append(f"not captured: {late}")
         last = captured[5][-1]
         listed = Counter((c.kind, c.axes, c.group_size, c.bytes) for c in last.collectives)
         if listed != captured[3][-1]:
             wrong.append("the listed collectives are not those that ran")
+        optimized = train(case, True, steps, EXACT)
+        wrong += [f"optimized: {w}" for w in _differences(eager, optimized)]
+        if sum(optimized[3][-1].values()) > sum(captured[3][-1].values()):
+            wrong.append("optimized: more is sent")
+        found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
+    return found
+
+
+def _differences(eager, captured):
+    wrong = []
+    for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
+        if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
+            wrong.append(f"{name} differ")
+    if eager[2] != captured[2]:
+        wrong.append("the optimizer's numbers differ")
+    return wrong
+
+
+def compare_compiled(cases, steps=3):
+    """The same for programs that inductor compiles, with all passes, up to rounding."""
+    found = []
+    for case in cases:
+        eager, compiled = train(case, False, steps), train(case, True, steps, FAST, "inductor")
+        wrong = [] if eager[2] == compiled[2] else ["the optimizer's numbers differ"]
+        if any(compiled[4][case.accumulate + 1 :]) or not compiled[5]:
+            wrong.append(f"not compiled: {compiled[4]}")
+        for a, b in zip(eager[0] + eager[1], compiled[0] + compiled[1], strict=True):
+            # the updates of a weight whose gradient is near 0 may have another sign
+            error = (a - b).norm() / a.norm().clamp_min(1e-3)
+            if not error < 2e-3:
+                wrong.append(f"{tuple(a.shape)} differs by {error}")
         found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
     return found

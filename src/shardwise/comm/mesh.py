@@ -34,6 +34,7 @@ __all__ = [
     "members_of",
     "peers_of",
     "siblings_of",
+    "viewpoints",
 ]
 
 Coord = tuple[int, ...]
@@ -114,8 +115,14 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     return _facts.get(mesh, "axes", lambda: Axes(tuple(mesh.shape), tuple(mesh.mesh_dim_names or ())))
 
 
+viewpoints: list[int] = []
+"""The rank whose program is being captured, if it is not this process: see `comm.simulate.viewpoint`."""
+
+
 def coord_of(mesh: DeviceMesh) -> Coord | None:
     """The coord of this process on the mesh, or None if it is not on the mesh."""
+    if viewpoints:
+        return members_of(mesh).get(viewpoints[-1])
     coord = mesh.get_coordinate()
     return None if coord is None else tuple(coord)
 

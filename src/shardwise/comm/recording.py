@@ -25,6 +25,9 @@ class Recorder(Protocol):
     def fill(self, block: Tensor, numbers: str, mesh: DeviceMesh, others: Sequence[Tensor]) -> None:
         """Record a random draw that fills a block; `numbers` says with what, as text."""
 
+    def heard(self, what: str) -> None:
+        """A random generator was seeded ("seed"), or set back to an earlier state ("state"); it may raise."""
+
     def pause(self) -> Any:
         """A context in which ops run and are not recorded."""
 

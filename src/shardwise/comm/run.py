@@ -38,7 +38,7 @@ from shardwise.torch_internals.collectives import (
 )
 from shardwise.torch_internals.dispatcher import below_autograd
 
-__all__ = ["entry_of", "real_stage", "run", "start"]
+__all__ = ["all_ranks_stage", "entry_of", "real_stage", "run", "start"]
 
 _Stage = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 """A compiled step: a function that starts it, and one that completes it, given the first one's result and the block."""
@@ -88,7 +88,7 @@ def _program(plan: Plan, block: Tensor, mesh: DeviceMesh) -> tuple[_Stage, ...]:
     """The plan compiled for this mesh and dtype; empty on a rank that is not on the mesh."""
     compiler = _recorded if recorders else real_stage
     if type(block) is PerRank:
-        compiler = _dry_run if next(iter(block._blocks.values())).is_meta else _simulated
+        compiler = _dry_run if next(iter(block._blocks.values())).is_meta else all_ranks_stage
     key = (plan, block.dtype, compiler)
     program: tuple[_Stage, ...] | None = _programs.find(mesh, key)
     if program is None:
@@ -162,7 +162,7 @@ def entry_of(step: Step, recipe: Recipe, wire: Tensor) -> Sent:
     return Sent(step.name, recipe.call, step.source.axes.names_of(step.axes), n, sent)
 
 
-def _simulated(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
+def all_ranks_stage(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
     """A step on all ranks of a simulation."""
     members = members_of(mesh)
     recipes = {r: recipe_for(step, c, dtype) for r, c in members.items()}
@@ -196,7 +196,7 @@ def _dry_run(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
         ops = ["sum" if op == "avg" else op for op in step.reduced.values()]
         if uneven and any(reduce_codec(dtype, op).encode(probe).nbytes != probe.nbytes for op in ops):
             # groups of even blocks reduce in the wider dtype of the codec, groups of uneven ones send their own
-            return _simulated(step, mesh, dtype)
+            return all_ranks_stage(step, mesh, dtype)
         recipe = recipe_for(step, next(iter(members_of(mesh).values())), dtype)
         width = recipe.codec.encode(probe).nbytes // 8
         sent = Fraction(step.elements * width * len(siblings_of(mesh)))

@@ -30,7 +30,7 @@ from shardwise.torch_internals.collectives import (
     wait,
 )
 
-__all__ = ["PendingBlocks", "entry_of", "real_stage", "run_many", "start_many"]
+__all__ = ["PendingBlocks", "all_ranks_stage", "entry_of", "real_stage", "run_many", "start_many"]
 
 _Blocks = list[Tensor]
 _Stage = tuple[Callable[[_Blocks], Tensor], Callable[[Tensor, Sequence[Tensor]], _Blocks]]
@@ -122,11 +122,11 @@ def _program(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> t
     """The plan compiled for this mesh; empty on a rank that is not on the mesh."""
     if not plan.steps:
         return ()
-    compiler = _simulated if type(blocks[0]) is PerRank else _recorded if recorders else real_stage
+    compiler = all_ranks_stage if type(blocks[0]) is PerRank else _recorded if recorders else real_stage
     key = (plan, compiler)
     program: tuple[_Stage, ...] | None = _programs.find(mesh, key)
     if program is None:
-        is_here = compiler is _simulated or coord_of(mesh) is not None
+        is_here = compiler is all_ranks_stage or coord_of(mesh) is not None
         steps = [(s, [plan.items[m.tensor].dtype for m in s.members]) for s in plan.steps if is_here]
         program = _programs.get(mesh, key, lambda: tuple(compiler(s, mesh, dtypes) for s, dtypes in steps))
     return program
@@ -208,7 +208,7 @@ def entry_of(step: GroupedStep, recipe: GroupedRecipe, wire: Tensor) -> Sent:
     return _entry(step, recipe, Fraction(_sent(step, recipe, wire)))
 
 
-def _simulated(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:
+def all_ranks_stage(step: GroupedStep, mesh: DeviceMesh, dtypes: list[torch.dtype]) -> _Stage:
     """A grouped step on all ranks of a simulation."""
     members = members_of(mesh)
     recipes = {r: grouped_recipe_for(step, c, dtypes) for r, c in members.items()}

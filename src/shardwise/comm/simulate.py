@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import Coord, coord_of, forget_groups, members_of
+from shardwise.comm.mesh import Coord, coord_of, forget_groups, members_of, viewpoints
 from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
 from shardwise.comm.plain_collectives import run_plain_collective
 from shardwise.comm.rank_hooks import install_hooks
@@ -22,7 +22,15 @@ from shardwise.torch_internals.stance import compiled_functions_run_eagerly
 
 install_hooks()
 
-__all__ = ["at_simulation_end", "forget_world", "is_simulated", "on_mesh", "per_rank", "simulate"]
+__all__ = [
+    "at_simulation_end",
+    "forget_world",
+    "is_simulated",
+    "on_mesh",
+    "per_rank",
+    "simulate",
+    "viewpoint",
+]
 
 _simulated: list[int] = []  # the world size, inside a simulation
 _at_end: list[Callable[[], object]] = []
@@ -130,6 +138,23 @@ _EAGER = (
     "  why: A block there is one tensor per rank, which a compiler cannot trace.\n"
     "  fix: Nothing, for results are the same; to test compiled code, shardwise.launch(fn, nprocs)"
 )
+
+
+@contextmanager
+def viewpoint(rank: int) -> Iterator[None]:
+    """Be another rank, for capturing its program: coords are its own, and a simulation is not one of all ranks.
+
+    Blocks must be replaced by those of that rank; nothing can be communicated.
+    """
+    hidden, _simulated[:] = _simulated[:], []
+    before, _current.rank = _current.rank, rank
+    viewpoints.append(rank)
+    try:
+        yield
+    finally:
+        viewpoints.pop()
+        _current.rank = before
+        _simulated[:] = hidden
 
 
 def per_rank(fn: Callable[..., Any], *values: Any) -> Any:

@@ -13,13 +13,21 @@ from shardwise.comm.grouped_recipe import grouped_recipe_for
 from shardwise.comm.ledger import Sent
 from shardwise.comm.mesh import Coord
 from shardwise.comm.recipe import recipe_for
-from shardwise.comm.run import entry_of, real_stage
+from shardwise.comm.run import all_ranks_stage, entry_of, real_stage
+from shardwise.comm.run_many import all_ranks_stage as all_ranks_grouped_stage
 from shardwise.comm.run_many import entry_of as grouped_entry_of
 from shardwise.comm.run_many import real_stage as real_grouped_stage
 from shardwise.layout import block_shape
 from shardwise.plan import GroupedStep, Step
 
-__all__ = ["grouped_entry", "grouped_stage", "single_entry", "single_stage"]
+__all__ = [
+    "grouped_entry",
+    "grouped_stage",
+    "simulated_grouped_stage",
+    "simulated_stage",
+    "single_entry",
+    "single_stage",
+]
 
 
 def single_stage(
@@ -34,6 +42,20 @@ def grouped_stage(
 ) -> tuple[Callable[[list[Tensor]], Tensor], Callable[[Tensor, Any], list[Tensor]]]:
     """The same for a step of a grouped plan, on a list of blocks."""
     return real_grouped_stage(step, mesh, list(dtypes))
+
+
+def simulated_stage(
+    step: Step, mesh: DeviceMesh, dtype: torch.dtype
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """The same as `single_stage` for all ranks of a simulation."""
+    return all_ranks_stage(step, mesh, dtype)
+
+
+def simulated_grouped_stage(
+    step: GroupedStep, mesh: DeviceMesh, dtypes: Sequence[torch.dtype]
+) -> tuple[Callable[[list[Tensor]], Tensor], Callable[[Tensor, Any], list[Tensor]]]:
+    """The same as `grouped_stage` for all ranks of a simulation."""
+    return all_ranks_grouped_stage(step, mesh, list(dtypes))
 
 
 def single_entry(step: Step, coord: Coord, dtype: torch.dtype) -> Sent:

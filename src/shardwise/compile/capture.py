@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,46 +12,52 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.call.kept_moves import forget_moves
-from shardwise.comm import coord_of, is_simulated
-from shardwise.compile.errors import CaptureError
+from shardwise.comm import coord_of, is_simulated, members_of
+from shardwise.comm.per_rank import at_rank
+from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OptimizerNumbers
+from shardwise.compile.owners import Find, Input, Owners, always, owners_of
 from shardwise.compile.passes.dead_code import remove_dead_code
 from shardwise.compile.passes.memory_use import storages, written
-from shardwise.compile.program import Gradient, Input, Output, Program, key_of, module_tensors
+from shardwise.compile.program import Gradient, Output, Program
 from shardwise.compile.recorder import Recorder, recording
-from shardwise.parallel.data.group import forget_gathered
+from shardwise.compile.side_effects import unchanged_objects
+from shardwise.compile.signature import keys_of, known_ids
+from shardwise.compile.viewpoint import seen_from
+from shardwise.parallel.data.group import forget_gathered, forget_interrupted_passes
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.pytree import tree_flatten
-from shardwise.torch_internals.recording import without_modes
+from shardwise.torch_internals.mesh import root_mesh
+from shardwise.torch_internals.pytree import tree_flatten, tree_unflatten
+from shardwise.torch_internals.recording import is_fake, without_modes
 
 __all__ = ["capture"]
-
-Read = Callable[[Sequence[Any]], Any]
-"""How to find a tensor in a run, given the leaves of its arguments."""
 
 
 def capture(
     step: Callable[..., Any],
     *args: Any,
     mesh: DeviceMesh | None = None,
+    rank: int | None = None,
     optimizer: Optimizer | None = None,
     modules: Sequence[nn.Module] = (),
 ) -> Program:
-    """Capture a step as one graph of ops on the blocks of this rank and collectives.
+    """Capture a step as one graph of ops on the blocks of one rank and collectives.
 
     The step runs once, on tensors without values: nothing is computed, nothing is communicated, and no state changes. Whatever it
-    does to tensors is in the program: forward, loss, backward, clipping, the update of the optimizer, random draws. What it does
-    to other Python objects is not.
+    does to tensors is in the program: forward, loss, backward, clipping, the update of the optimizer, random draws. A step that
+    changes other Python objects that it can be seen to refer to (attributes of modules, lists, counters) is refused.
 
     Args:
         step: a function that trains or evaluates; it may call `backward()` and `optimizer.step()`.
         *args: its arguments. Tensors among them are inputs of the program, other values are part of it.
-        mesh: the mesh; by default that of the first DTensor among the arguments, the optimizer's parameters and the modules.
+        mesh: the mesh; by default that of the first DTensor among the parameters and the arguments, or the one that it is a part of.
+        rank: the rank whose program it is; by default this process, in a simulation the first rank of the mesh. The program of
+            another rank can be printed and measured, and in a simulation all ranks run theirs.
         optimizer: the optimizer that the step calls. Its numbers (learning rate, step number, ...) become inputs.
         modules: modules whose parameters get gradients without an optimizer, and whose tensors get names.
 
     Raises:
-        CaptureError: the step depends on values of tensors, or calls an optimizer that was not passed.
+        CaptureError: the step depends on values of tensors, changes Python objects, or calls an optimizer that was not passed.
 
     Nothing is communicated.
 
@@ -63,22 +68,65 @@ def capture(
     >>> [c.kind for c in program.collectives]
     []
     """
-    if is_simulated():
-        raise CaptureError(
-            "capture was called in a simulation.",
-            why="A program is that of one rank, and a simulation has the blocks of all.",
-            fix="Capture on real ranks, or on a mesh that is not there: with sw.compile.fake_mesh((2, 4), ('dp', 'tp')) as mesh: ...",
-        )
     leaves, structure = tree_flatten(args)
-    owned = _owners(leaves, optimizer, modules)
-    mesh = mesh or next((o.device_mesh for o in owned.tensors if isinstance(o, DTensor)), None)
     if optimizer is not None:
         _create_states(optimizer)
-        owned = _owners(leaves, optimizer, modules)
+    tensors = owners_of(leaves, optimizer, modules).tensors
+    mesh = mesh or next((root_mesh(t.device_mesh) for t in tensors if isinstance(t, DTensor)), None)
+    known = known_ids(optimizer, modules)
+    keys = (keys_of(leaves, known), structure)
+    rank = _rank_to_be(rank, mesh)
+    with seen_from(rank, tensors):
+        here = tree_unflatten([at_rank(x, rank) for x in leaves], structure) if rank is not None else args
+        program = _record(step, here, mesh, optimizer, modules, keys)
+    program.fixed_ids = known
+    program.capture_at = lambda r: capture(
+        step, *args, mesh=mesh, rank=r, optimizer=optimizer, modules=modules
+    )
+    return program
+
+
+def _rank_to_be(rank: int | None, mesh: DeviceMesh | None) -> int | None:
+    """The rank whose program to capture; None for this process."""
+    if mesh is None or (rank is None and not is_simulated()):
+        return rank
+    ranks = members_of(mesh)
+    if rank is None:
+        return next(iter(ranks))
+    if rank not in ranks:
+        raise CaptureError(
+            f"capture got rank={rank}.", why=f"The mesh has the ranks {_ranges(ranks)}.", fix="rank=0"
+        )
+    is_here = not is_simulated() and ranks[rank] == coord_of(mesh)
+    return None if is_here else rank
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    found = sorted(ranks)
+    is_range = found == [*range(found[0], found[-1] + 1)]
+    return f"{found[0]} to {found[-1]}" if is_range else str(found)
+
+
+def _record(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: DeviceMesh | None,
+    optimizer: Optimizer | None,
+    modules: Sequence[nn.Module],
+    keys: tuple[Any, Any],
+) -> Program:
+    leaves, _ = tree_flatten(args)
+    owned = owners_of(leaves, optimizer, modules)
     recorder = Recorder(on_meta=all(t.is_meta for t in owned.tensors if t.dim()))
     numbers = OptimizerNumbers(optimizer) if optimizer is not None else None
     params = [t for t in owned.tensors if t.requires_grad and t.is_leaf]
-    with _restored_gradients(params), _nothing_gathered(), torch.enable_grad():
+    with (
+        _restored_gradients(params),
+        _nothing_kept(),
+        _same_states(optimizer),
+        unchanged_objects(step, modules),
+        torch.enable_grad(),
+    ):
         before = [p.grad for p in params]
         with recording(recorder), _optimizer_section(recorder, numbers):
             result = step(*args)
@@ -86,8 +134,11 @@ def capture(
         results: list[fx.Node] = []
         outputs = [_output(recorder, leaf, results) for leaf in found]
         gradients = [
-            _gradient(recorder, p, results) for p, b in zip(params, before, strict=True) if p.grad is not b
+            _gradient(recorder, p, owned.finds[id(p)], results)
+            for p, b in zip(params, before, strict=True)
+            if p.grad is not b
         ]
+        streams = recorder.drawn()
     graph = recorder.graph
     graph.output(tuple(results))
     numbers = numbers if numbers is not None and numbers.is_used else None
@@ -95,11 +146,24 @@ def capture(
         numbers.bind(graph)
     remove_dead_code(graph)
     inputs = _order_inputs(recorder, graph, owned)
-    streams = [(d.mesh, d.drawn) for d in recorder.draws.values()]
-    has_values = not any(x.is_meta for x, _, _ in recorder.lifted.values())
+    has_values = not any(x.is_meta or is_fake(x) for x, _, _ in recorder.lifted.values())
     coord = () if mesh is None else coord_of(mesh) or ()
-    keys = ([key_of(x) for x in leaves], structure)
-    return Program(graph, mesh, coord, inputs, streams, numbers, outputs, shape, gradients, keys, has_values)
+    alive = set(graph.nodes)
+    return Program(
+        graph,
+        mesh,
+        coord,
+        inputs,
+        streams,
+        numbers,
+        outputs,
+        shape,
+        gradients,
+        keys,
+        has_values=has_values,
+        has_overlap=has_values
+        and _overlap([x for x, _, n in recorder.lifted.values() if n in alive], inputs),
+    )
 
 
 def _create_states(optimizer: Optimizer) -> None:
@@ -114,65 +178,54 @@ def _create_states(optimizer: Optimizer) -> None:
             optimizer.step()
 
 
-class _Owners:
-    """The tensors that a program knows by name, and the inputs that their blocks become."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.inputs: dict[int, Input] = {}
-
-    def add(self, name: str, tensor: Any, read: Read) -> None:
-        """Add a tensor, if it is one, and how to find the one in its place in a run."""
-        if not isinstance(tensor, Tensor):
-            return
-        self.tensors.append(tensor)
-        if isinstance(tensor, DTensor):
-            found = Input(name, lambda leaves: read(leaves)._local_tensor, tensor)
-            self.inputs.setdefault(id(tensor._local_tensor), found)
-        else:
-            self.inputs.setdefault(id(tensor), Input(name, lambda leaves: read(leaves).detach()))
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """Begin and end without blocks that were moved, gathered or cast earlier, which have values; generators stay where they are."""
+    state = torch.get_rng_state()
+    _forget()
+    try:
+        yield
+    except BaseException:
+        forget_interrupted_passes()
+        raise
+    finally:
+        _forget()
+        torch.set_rng_state(state)
 
 
-def _always(value: Any) -> Read:
-    return lambda leaves: value
-
-
-def _gradient_of(p: Tensor) -> Read:
-    return lambda leaves: p.grad
-
-
-def _state_of(optimizer: Optimizer, p: Tensor, key: str) -> Read:
-    return lambda leaves: optimizer.state[p][key]
-
-
-def _owners(leaves: Sequence[Any], optimizer: Optimizer | None, modules: Sequence[nn.Module]) -> _Owners:
-    owners = _Owners()
-    for i, leaf in enumerate(leaves):
-        owners.add(f"argument {i}", leaf, itemgetter(i))
-    for name, t in module_tensors(modules).items():
-        owners.add(name, t, _always(t))
-        owners.add(f"{name}.grad", t.grad, _gradient_of(t))
-    if optimizer is None:
-        return owners
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            owners.add(f"parameter {g}.{i}", p, _always(p))
-            owners.add(f"parameter {g}.{i}.grad", p.grad, _gradient_of(p))
-            for key, value in optimizer.state.get(p, {}).items():
-                owners.add(f"parameter {g}.{i}.{key}", value, _state_of(optimizer, p, key))
-    return owners
+def _forget() -> None:
+    forget_moves()
+    forget_gathered()
+    torch.clear_autocast_cache()
 
 
 @contextmanager
-def _nothing_gathered() -> Iterator[None]:
-    """Begin and end without blocks that were moved or gathered earlier: outside of the block they have values, inside not."""
-    forget_moves()
-    forget_gathered()
+def _same_states(optimizer: Optimizer | None) -> Iterator[None]:
+    """Refuse a step in which the optimizer creates or replaces tensors of its state, and undo it."""
+    if optimizer is None:
+        yield
+        return
+    state = optimizer.state
+    before = {p: dict(s) for p, s in state.items()}
     try:
         yield
+        new = [p for p, s in state.items() if s.keys() != before.get(p, {}).keys()]
+        if new:
+            raise StateCreatedError
+        if any(
+            v is not before[p][k] for p, s in state.items() for k, v in s.items() if isinstance(v, Tensor)
+        ):
+            raise CaptureError(
+                f"{type(optimizer).__name__} replaces a tensor of its state.",
+                why="A program writes to the tensors of a state, and a tensor that replaces one would have no values.",
+                fix="Capture the forward and backward pass only, and call optimizer.step() after each run.",
+            )
     finally:
-        forget_moves()
-        forget_gathered()
+        for p in [p for p in state if p not in before]:
+            del state[p]
+        for p, s in before.items():
+            state[p].clear()
+            state[p].update(s)
 
 
 @contextmanager
@@ -217,14 +270,32 @@ def _output(recorder: Recorder, leaf: Any, results: list[fx.Node]) -> Output:
     return Output(len(results) - 1, spec)
 
 
-def _gradient(recorder: Recorder, p: Tensor, results: list[fx.Node]) -> Gradient:
+def _gradient(recorder: Recorder, p: Tensor, named: tuple[str, Find], results: list[fx.Node]) -> Gradient:
     if p.grad is None:
-        return Gradient(p, None)
+        return Gradient(*named, None)
     number, spec, _ = _output(recorder, p.grad, results)
-    return Gradient(p, number, spec)
+    return Gradient(*named, number, spec)
 
 
-def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: _Owners) -> list[Input]:
+def _overlap(blocks: Sequence[Tensor], inputs: Sequence[Input]) -> bool:
+    """Whether an input that is written to shares memory with another one."""
+    spans = []
+    for x, i in zip(blocks, inputs, strict=True):
+        if x.numel():
+            last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+            start = x.data_ptr()
+            spans.append((start, start + (last + 1) * x.itemsize, i.is_written))
+    spans.sort()
+    end, written_end = 0, 0
+    for start, stop, is_written in spans:
+        if start < written_end or (is_written and start < end):
+            return True
+        end = max(end, stop)
+        written_end = max(written_end, stop) if is_written else written_end
+    return False
+
+
+def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: Owners) -> list[Input]:
     """Put the inputs of the graph in the order in which a run passes them: blocks, states of streams, numbers."""
     written_to: set[int] = set()
     for node in graph.nodes:
@@ -235,7 +306,7 @@ def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: _Owners) -> list[
         if not node.users:
             graph.erase_node(node)
             continue
-        known = owners.inputs.get(id(x)) or Input("constant", _always(x))
+        known = owners.inputs.get(id(x)) or Input("constant", always(x))
         node.meta["name"] = known.name
         inputs.append(known._replace(is_written=bool(storages(node) & written_to)))
         order.append(node)

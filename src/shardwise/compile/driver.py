@@ -11,13 +11,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.compile.capture import capture
-from shardwise.compile.errors import CaptureError
+from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OpsChangedError
-from shardwise.compile.program import Program, key_of
-from shardwise.tensor.dtensor import DTensor
+from shardwise.compile.passes import EXACT, Passes
+from shardwise.compile.program import Program
+from shardwise.compile.signature import Signature, keys_of, known_ids
 from shardwise.torch_internals.pytree import tree_flatten
 
 __all__ = ["WholeStep", "whole_step"]
+
+
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+)
+"""What code raises that does not expect tensors without values; an error of the program's own is raised again by the eager step."""
+_MOST_PROGRAMS = 8
+"""Programs to keep for arguments of one kind; the oldest is dropped first."""
 
 
 class WholeStep:
@@ -25,7 +39,6 @@ class WholeStep:
 
     Attributes:
         reason: why the last step ran eagerly; None if it was captured.
-        programs: the programs that were captured, by what they depend on.
     """
 
     def __init__(
@@ -36,68 +49,89 @@ class WholeStep:
         accumulate: int,
         clip_norm: float | None,
         backend: str,
+        passes: Passes,
     ) -> None:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._accumulate, self._clip_norm, self._backend = accumulate, clip_norm, backend
+        self._passes = passes
         self._count, self._has_stepped = 0, False
         self.reason: str | None = "no step was taken"
-        self.programs: dict[Any, Program | CaptureError] = {}
+        self._captured: dict[Any, list[tuple[Signature, Program | CaptureError]]] = {}
 
     def __call__(self, *batch: Any) -> Tensor:
         """Take a step on a micro-batch; every `accumulate`-th call updates the parameters. Returns the loss."""
         self._count += 1
         is_last = self._count % self._accumulate == 0
         leaves, structure = tree_flatten(batch)
-        key = (is_last, structure, *map(key_of, leaves), *self._state_key())
+        known = known_ids(self._optimizer, [self._model]) if self._has_parameters(leaves) else ()
+        key = (is_last, structure, *keys_of(leaves, known))
         program = self._find(key, is_last, batch)
         if program is not None:
             try:
                 return program.run_leaves(leaves)  # type: ignore[no-any-return]
             except OpsChangedError:
-                del self.programs[key]
+                self._forget(key, program)
                 program = self._find(key, is_last, batch)
                 if program is not None:
                     return program.run_leaves(leaves)  # type: ignore[no-any-return]
         return self._eager(is_last, *batch)
 
+    @property
+    def programs(self) -> list[Program]:
+        """The programs that were captured."""
+        return [p for some in self._captured.values() for _, p in some if isinstance(p, Program)]
+
+    @staticmethod
+    def _has_parameters(leaves: list[Any]) -> bool:
+        return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+
     def _params(self) -> list[Tensor]:
         return [p for g in self._optimizer.param_groups for p in g["params"]]
 
-    def _state_key(self) -> list[Any]:
-        """What else a program depends on: the layouts of parameters, which gradients there are, and modes of modules."""
-        found: list[Any] = []
-        for p in self._params():
-            grad = p.grad
-            found.append(p._spec if isinstance(p, DTensor) else p.requires_grad)
-            found.append(grad._spec if isinstance(grad, DTensor) else grad is not None)
-        return [*found, tuple(m.training for m in self._model.modules())]
-
     def _find(self, key: Any, is_last: bool, batch: tuple[Any, ...]) -> Program | None:
         """The program for this step; None if it runs eagerly, for `reason`."""
-        if is_last and not self._has_stepped and not any(map(self._optimizer.state.get, self._params())):
+        params = self._params()
+        if is_last and not self._has_stepped and not any(map(self._optimizer.state.get, params)):
             self.reason = "the first step creates the state of the optimizer"
             return None
-        found = self.programs.get(key)
+        now = Signature(self._model, params)
+        try:
+            some = self._captured.setdefault(key, [])
+        except TypeError:
+            self.reason = "an argument of the step is neither a tensor nor hashable"
+            return None
+        found = next((program for signature, program in some if signature == now), None)
         if found is None:
             try:
                 found = self._capture(is_last, batch)
-            except CaptureError as error:
-                found = error
-                warnings.warn(f"whole_step runs this step eagerly: {error}", stacklevel=4)
-            self.programs[key] = found
+            except StateCreatedError as error:  # once, so nothing to warn of or to keep
+                self.reason = error.reason
+                return None
+            except _FAILURES as failure:
+                found = _as_capture_error(failure)
+                warnings.warn(f"whole_step runs this step eagerly: {found}", stacklevel=4)
+            some[:] = [(now, found), *some[: _MOST_PROGRAMS - 1]]
         if isinstance(found, CaptureError):
             self.reason = found.reason
             return None
         self.reason = None
         return found
 
+    def _forget(self, key: Any, program: Program) -> None:
+        self._captured[key] = [pair for pair in self._captured[key] if pair[1] is not program]
+
     def _capture(self, is_last: bool, batch: tuple[Any, ...]) -> Program:
+        def step(*batch: Any) -> Tensor:
+            return self._step(is_last, *batch)
+
+        step.__wrapped__ = self._loss_fn  # type: ignore[attr-defined]  # the code that may change objects
         program = capture(
-            lambda *batch: self._step(is_last, *batch),
+            step,
             *batch,
             optimizer=self._optimizer,
             modules=[self._model],
         )
+        program = program.optimize(self._passes)
         return program if self._backend == "fx" else program.compile(self._backend)
 
     def _eager(self, is_last: bool, *batch: Any) -> Tensor:
@@ -116,6 +150,17 @@ class WholeStep:
         return loss.detach()
 
 
+def _as_capture_error(failure: Exception) -> CaptureError:
+    """What a capture failed with; what is not the capture's fault will be raised by the eager step."""
+    if isinstance(failure, CaptureError):
+        return failure
+    return CaptureError(
+        f"The capture failed with {type(failure).__name__}: {failure}",
+        why=f"the capture failed with {type(failure).__name__}: {failure}",
+        fix="Please report it, if the step works eagerly.",
+    )
+
+
 def whole_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -124,6 +169,7 @@ def whole_step(
     accumulate: int = 1,
     clip_norm: float | None = None,
     backend: str = "fx",
+    passes: Passes = EXACT,
 ) -> WholeStep:
     """A function that takes a training step as one captured program.
 
@@ -140,6 +186,7 @@ def whole_step(
         accumulate: the number of calls whose gradients are added up, each divided by this number, before an update.
         clip_norm: the norm that gradients are clipped to before an update.
         backend: "fx", or "inductor" to compile the programs.
+        passes: what to do to the collectives; by default everything that keeps the bits.
 
     Communicates what eager training does.
     """
@@ -149,4 +196,4 @@ def whole_step(
             "  why: It is the number of micro-batches of an update.\n"
             "  fix: accumulate=1"
         )
-    return WholeStep(model, optimizer, loss_fn, accumulate, clip_norm, backend)
+    return WholeStep(model, optimizer, loss_fn, accumulate, clip_norm, backend, passes)

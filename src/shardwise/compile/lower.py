@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.compile.compiled import compiled_by_inductor
 from shardwise.compile.errors import CaptureError
 from shardwise.compile.targets import FILL
 from shardwise.ops.random_fill import fill_block
@@ -19,6 +20,8 @@ def compile_graph(graph: fx.Graph, backend: str) -> Callable[..., Any]:
     """A function of the graph's inputs that returns a tuple of its outputs."""
     if backend == "fx":
         return as_python(graph)
+    if backend == "inductor":
+        return compiled_by_inductor(graph)
     raise CaptureError(
         f"There is no backend {backend!r}.",
         why='Programs run as "fx", node by node, or compiled with "inductor".',
@@ -26,8 +29,14 @@ def compile_graph(graph: fx.Graph, backend: str) -> Callable[..., Any]:
     )
 
 
-def as_python(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as one Python function that calls torch's quickest bindings, and frees each value after its last use."""
+def as_python(graph: fx.Graph, yields: Callable[[Any], bool] | None = None) -> Callable[..., Any]:
+    """The graph as one Python function that calls torch's quickest bindings, and frees each value after its last use.
+
+    Args:
+        graph: the graph.
+        yields: nodes with these targets are yielded instead, with their arguments, by what is a generator then: it is sent the
+            results, and its last item is the outputs.
+    """
     names: dict[fx.Node, str] = {}
     constants: dict[str, Any] = {}
     functions: dict[int, str] = {}
@@ -52,13 +61,15 @@ def as_python(graph: fx.Graph) -> Callable[..., Any]:
         if node.op == "placeholder":
             arguments.append(names[node])
         elif node.op == "output":
-            lines.append(f"return {text(tuple(node.args[0]))}")
+            lines.append(f"{'yield None,' if yields else 'return'} {text(tuple(node.args[0]))}")
         else:
             function = functions.setdefault(id(node.target), f"f{len(functions)}")
             constants[function] = _binding(node.target)
             given = [*map(text, node.args), *(f"{k}={text(v)}" for k, v in node.kwargs.items())]
             result = f"{names[node]} = " if node.users else ""
-            lines.append(f"{result}{function}({', '.join(given)})")
+            call = f"{function}({', '.join(given)})"
+            is_yielded = yields is not None and yields(node.target)
+            lines.append(result + (f"yield {function}, {text(tuple(node.args))}" if is_yielded else call))
             if node in last:
                 lines.append(f"del {', '.join(names[n] for n in last[node])}")
     body = "\n    ".join(lines)

@@ -208,6 +208,29 @@ class OptimizerNumbers:
         after = {k: twin.state[tiny].get(k) for k in numbers}
         return tuple(collector.ops), collector.numbers, after
 
+    def saved(self) -> dict[str, Any]:
+        """What `restored` takes: parameters by their numbers in their groups, and ops by name."""
+        groups = [[id(p) for p in g["params"]] for g in self.optimizer.param_groups]
+        return {
+            "classes": [[c.group, [groups[c.group].index(id(p)) for p in c.params]] for c in self._classes],
+            "ops": [[str(op) for op in ops] for ops in self._ops],
+            "slots": self._slots,
+            "count": len(self._known),
+        }
+
+    @classmethod
+    def restored(cls, optimizer: Optimizer, said: dict[str, Any]) -> OptimizerNumbers:
+        """The numbers of an optimizer for a program that was captured with one like it."""
+        out = cls(optimizer)
+        for group, numbers in said["classes"]:
+            params = optimizer.param_groups[group]["params"]
+            out._classes.append(_Class(group, [params[i] for i in numbers]))
+        out._ops = [tuple(ops) for ops in said["ops"]]
+        out._slots = [list(slots) for slots in said["slots"]]
+        out._known = {float(i): i for i in range(said["count"])}
+        out._used = True
+        return out
+
     # afterwards ------------------------------------------------------------------------------------------------------
 
     def bind(self, graph: fx.Graph) -> list[fx.Node]:
@@ -245,15 +268,33 @@ class OptimizerNumbers:
         updates = []
         for c, ops, slots in zip(self._classes, self._ops, self._slots, strict=True):
             state = self._state(c.params[0])
+            if not self._are_alike(c, state):
+                raise OpsChangedError
             now = {k: copy_of(v) for k, v in state.items() if _is_number(v)}
             ran, numbers, after = self._take_step(c, now)
-            if ran != ops:
+            if tuple(map(str, ran)) != tuple(map(str, ops)):
                 raise OpsChangedError
             for slot, n in zip(slots, numbers, strict=True):
                 if slot is not None:
                     values[slot] = n
             updates.append((c.params, after))
         return values, updates
+
+    def _are_alike(self, c: _Class, first: dict[str, Any]) -> bool:
+        """Whether the states of a class still have the same numbers: one may have been loaded, or missed a step."""
+        states = [self._state(p) for p in c.params]
+        for k, v in first.items():
+            if not _is_number(v):
+                continue
+            others = [s.get(k) for s in states]
+            if isinstance(v, Tensor):
+                if not all(isinstance(x, Tensor) for x in others):
+                    return False
+                if not bool((torch.stack(others) == v).all()):  # type: ignore[arg-type]
+                    return False
+            elif any(x != v for x in others):
+                return False
+        return True
 
     def advance(self, updates: list[tuple[list[Any], dict[str, Any]]]) -> None:
         """Set the numbers in the optimizer's states to those after the step."""

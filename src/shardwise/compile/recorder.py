@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import coord_of
 from shardwise.comm.recording import recorders
 from shardwise.compile.errors import CaptureError
-from shardwise.compile.targets import FILL, STRIDED, Move, MoveMany
+from shardwise.compile.targets import FILL, GETITEM, STRIDED, Move, MoveMany
 from shardwise.layout import contiguous_stride
 from shardwise.plan import GroupedStep, Step
 from shardwise.plan.settings import fresh_routes
+from shardwise.random.philox import Draw
+from shardwise.random.stream import stream_of
 from shardwise.tensor.seeding import stream_key
 from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.recording import (
@@ -32,6 +34,7 @@ from shardwise.torch_internals.recording import (
     new_fake_mode,
     without_modes,
 )
+from shardwise.torch_internals.rng import seeding_listeners
 from shardwise.torch_internals.tracing import TorchDispatchMode
 
 __all__ = ["Draws", "Recorder", "recording"]
@@ -45,6 +48,9 @@ _SAME_SHAPE = frozenset(
     for overload in getattr(aten, name).overloads()
 )
 """Ops that write to their first argument and return it as it is; the optimizer's, above all."""
+_REFUSED = {
+    aten.mkldnn_rnn_layer.default: "The kernel of recurrent layers on CPU keeps what it computed in a form that only a run has.",
+}
 _HIDDEN = ("/torch/", "/shardwise/")
 
 
@@ -54,11 +60,11 @@ def _names(func: Any) -> frozenset[str]:
 
 
 class Draws(NamedTuple):
-    """The random draws from one stream: the input that has its state, and a mesh that it belongs to."""
+    """The random draws from one stream: the input that has its state, a mesh that it belongs to, and where it began."""
 
     state: fx.Node
     mesh: DeviceMesh
-    drawn: int
+    first: Draw
 
 
 class Recorder(TorchDispatchMode):
@@ -77,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self.host: dict[int, Tensor] = {}
         """By id, tensors that have values while the step is captured, and on which ops are not recorded."""
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._draws_plain = self._is_rewound = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -97,6 +104,8 @@ class Recorder(TorchDispatchMode):
             with without_modes():
                 constant = args[0].clone()
             return self.__torch_dispatch__(aten.clone.default, types, (self._lift(constant),))
+        if (why := _REFUSED.get(func)) is not None:
+            raise CaptureError(f"The step calls {func}.", why=why, fix="Train it eagerly.")
         args = self._without_values(args)
         if kwargs:
             kwargs = {name: self._without_values(a) for name, a in kwargs.items()}
@@ -112,6 +121,8 @@ class Recorder(TorchDispatchMode):
             self._nodes[id(out)] = (out, self.node_of(args[0]))
             return out
         out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws_plain = True
         if isinstance(out, Tensor | list | tuple) or func._schema.is_mutable:
             self._record(func, args, kwargs, out)
         return out  # else a device, or a fact about sizes, which does not change from run to run
@@ -159,7 +170,13 @@ class Recorder(TorchDispatchMode):
         known = self.lifted.get(id(x))
         if known is None:
             if not has_plain_types([type(x)]):
-                raise TypeError(f"a block is a plain tensor, got {type(x).__name__}")
+                raise CaptureError(
+                    f"The step computes with a {type(x).__name__}.",
+                    why=f"A program is one of plain tensors, the blocks of one rank; a {type(x).__name__} is something else.",
+                    fix="Capture on real ranks, or on a fake_mesh."
+                    if type(x).__name__ == "PerRank"
+                    else "Use DTensors.",
+                )
             fake = self._empty(x.shape, x.stride(), x)
             node = self.graph.placeholder(f"input_{len(self.lifted)}")
             node.meta["val"] = fake
@@ -191,7 +208,7 @@ class Recorder(TorchDispatchMode):
         elif out is not None:
             for i, part in enumerate(out):
                 if isinstance(part, Tensor) and id(part) not in self._nodes:
-                    item = self.graph.call_function(_getitem, (node, i))
+                    item = self.graph.call_function(GETITEM, (node, i))
                     item.meta["val"], item.meta["section"] = part, section
                     self._nodes[id(part)] = (part, item)
         return node
@@ -226,12 +243,37 @@ class Recorder(TorchDispatchMode):
         if key not in self.draws:
             state = self.graph.placeholder(f"stream_{len(self.draws)}")
             state.meta["val"] = self._empty((2,), (1,), torch.empty(0, dtype=torch.int64))
-            self.draws[key] = Draws(state, mesh, 0)
-        draws = self.draws[key]
-        self.draws[key] = draws._replace(drawn=draws.drawn + 1)
+            stream = stream_of(key)
+            self.draws[key] = Draws(state, mesh, Draw(stream.seed, stream.position))
+        draws, now = self.draws[key], stream_of(key).next()
+        if now.seed != draws.first.seed:
+            raise reseeded()
         block = self._without_values(block)
-        node = self.graph.call_function(FILL, (self.node_of(block), draws.state, draws.drawn, numbers))
+        args = (self.node_of(block), draws.state, now.position - draws.first.position, numbers)
+        node = self.graph.call_function(FILL, args)
         node.meta["section"], node.meta["val"] = self._section(), None
+
+    def heard(self, what: str) -> None:
+        """A generator was seeded, or its state was set."""
+        if what == "seed":
+            raise reseeded()
+        self._is_rewound = True
+
+    def drawn(self) -> list[tuple[DeviceMesh, int]]:
+        """For each stream that was drawn from, a mesh that it belongs to, and how far it was advanced."""
+        if self._is_rewound and self._draws_plain:
+            raise CaptureError(
+                "The step sets torch's random generator back, and draws from it.",
+                why="Activation checkpointing recomputes dropout of plain tensors from a state of torch's generator, and a captured program has no such state.",
+                fix="Use dropout on DTensors, checkpoint without dropout, or train eagerly.",
+            )
+        found = []
+        for key, draws in self.draws.items():
+            stream = stream_of(key)
+            if stream.seed != draws.first.seed:
+                raise reseeded()
+            found.append((draws.mesh, stream.position - draws.first.position))
+        return found
 
     def _section(self) -> str:
         return "backward" if self.section == "forward" and current_backward() >= 0 else self.section
@@ -239,6 +281,15 @@ class Recorder(TorchDispatchMode):
     def pause(self) -> Any:
         """A context in which ops run and are not recorded."""
         return without_modes()
+
+
+def reseeded() -> CaptureError:
+    """The error of a step that seeds a generator."""
+    return CaptureError(
+        "The step seeds a random generator.",
+        why="A program draws from the generator as it is when it runs, so the seed would be set when it is captured, and never again.",
+        fix="Seed before the step.",
+    )
 
 
 def _permutation(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
@@ -252,10 +303,6 @@ def _permutation(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> list[
         rest.remove(match)
         found.append(match[2])
     return None if rest else found
-
-
-def _getitem(values: Any, number: int) -> Any:
-    return values[number]
 
 
 def _caller() -> str:
@@ -279,6 +326,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         recorders.append(recorder)
         stack.callback(recorders.remove, recorder)
+        seeding_listeners.append(recorder.heard)
+        stack.callback(seeding_listeners.remove, recorder.heard)
         stack.enter_context(fresh_routes())
         if recorder.fake_mode is not None:
             stack.enter_context(recorder.fake_mode)

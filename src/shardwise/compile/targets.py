@@ -17,7 +17,7 @@ from shardwise.comm.stages import grouped_entry, grouped_stage, single_entry, si
 from shardwise.ops.random_fill import fill_block
 from shardwise.plan import GroupedStep, Step
 
-__all__ = ["FILL", "STRIDED", "Begin", "Finish", "Move", "MoveMany", "is_move"]
+__all__ = ["FILL", "GETITEM", "STRIDED", "Begin", "Finish", "Move", "MoveMany", "is_move"]
 
 
 class _Target:
@@ -153,3 +153,8 @@ FILL: Any = torch.ops.shardwise.fill_.default
 def STRIDED(x: Tensor, size: Sequence[int], stride: Sequence[int], first: int) -> Tensor:  # noqa: N802
     """A view of the memory of a block by sizes and strides, beginning `first` elements after the block does."""
     return x.as_strided(size, stride, int(x.storage_offset()) + first)
+
+
+def GETITEM(values: Any, number: int) -> Any:  # noqa: N802
+    """One of several results of a node."""
+    return values[number]

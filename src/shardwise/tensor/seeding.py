@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerMesh, axes_of, coord_of, is_simulated, siblings_of
 from shardwise.comm.broadcast_seed import broadcast_seed
+from shardwise.comm.recording import recorders
 from shardwise.random.philox import Draw
 from shardwise.random.stream import WORLD, Stream, own_stream, restore, snapshot, start_stream, stream_of
 from shardwise.tensor.implicit import announce
@@ -69,7 +70,13 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
             "  why: A seed has 64 bits.\n"
             "  fix: Use a number from -2**63 to 2**64 - 1."
         )
+    _announce_seed()
     start_stream(stream_key(device_mesh), number)
+
+
+def _announce_seed() -> None:
+    for recorder in recorders:
+        recorder.heard("seed")
 
 
 def get_rng_state(device_mesh: DeviceMesh | None = None) -> Tensor:
@@ -102,6 +109,7 @@ def set_rng_state(new_state: Tensor, device_mesh: DeviceMesh | None = None) -> N
     >>> torch.equal(first, sw.rand(3))
     True
     """
+    _announce_seed()
     own_stream(stream_key(device_mesh)).set_bytes(new_state)
 
 

@@ -20,8 +20,10 @@ __all__ = [
     "below_autograd",
     "boxed_call",
     "decomposition_of",
+    "find_op",
     "has_derivative",
     "is_composite",
+    "is_op",
     "overloads_of",
     "python_binding",
     "read_schema",
@@ -63,6 +65,26 @@ class Schema:
     overload: str
     arguments: tuple[Argument, ...]
     returns: tuple[Return, ...]
+
+
+def is_op(x: object) -> bool:
+    """Whether something is an overload of an op.
+
+    >>> is_op(torch.ops.aten.add.Tensor), is_op(torch.add)
+    (True, False)
+    """
+    return isinstance(x, torch._ops.OpOverload)
+
+
+def find_op(namespace: str, name: str, overload: str) -> Any | None:
+    """The overload of an op by name; None if there is none.
+
+    >>> find_op("aten", "add", "Tensor"), find_op("aten", "add", "Nothing")
+    (<OpOverload(op='aten.add', overload='Tensor')>, None)
+    """
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = getattr(packet, overload, None)
+    return found if is_op(found) else None
 
 
 def read_schema(func: Any) -> Schema:

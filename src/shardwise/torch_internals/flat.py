@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.torch_internals.recording import without_modes
+
 __all__ = ["flattened", "parts_of", "shape_models"]
 
 _flatten: Any = torch._C._nn.flatten_dense_tensors
@@ -32,7 +34,8 @@ def flattened(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Te
 
 def shape_models(shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """What `parts_of` takes for shapes; nothing if one of them has no elements, which torch gives another shape."""
-    models = tuple(torch.empty(tuple(shape), device="meta") for shape in shapes)
+    with without_modes():  # they outlive a trace
+        models = tuple(torch.empty(tuple(shape), device="meta") for shape in shapes)
     return models if all(m.numel() for m in models) else ()
 
 

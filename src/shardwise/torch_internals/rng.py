@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, random
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["watch_torch_seeding"]
+__all__ = ["seeding_listeners", "watch_torch_seeding"]
+
+seeding_listeners: list[Callable[[str], None]] = []
+"""Called with "seed" when torch's global generator is seeded, and with "state" when its state is set; usually none."""
 
 
 @functools.cache
@@ -37,6 +40,8 @@ def watch_torch_seeding(
     def _seed_custom_device(seed: Any) -> None:
         seed_devices(seed)
         on_seed(int(seed))
+        for listener in seeding_listeners:
+            listener("seed")
 
     @functools.wraps(get_state)
     def get_rng_state() -> Tensor:
@@ -48,6 +53,8 @@ def watch_torch_seeding(
     def set_rng_state(new_state: Tensor) -> None:
         set_state(new_state)
         restore(saved.get(new_state))
+        for listener in seeding_listeners:
+            listener("state")
 
     random._seed_custom_device = _seed_custom_device
     torch.get_rng_state = random.get_rng_state = get_rng_state

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from shardwise.torch_internals.subclass import storage_id
 
-__all__ = ["storages", "written"]
+__all__ = ["last_writes", "storages", "written"]
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -30,4 +30,15 @@ def written(node: fx.Node) -> set[int]:
             for n in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(n, fx.Node):
                     found |= storages(n)
+    return found
+
+
+def last_writes(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
+    """For each node, by memory that was written to before it, the number of the last node that wrote to it."""
+    found: dict[fx.Node, dict[int, int]] = {}
+    now: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        found[node] = now
+        if new := written(node):
+            now = now | dict.fromkeys(new, i)
     return found

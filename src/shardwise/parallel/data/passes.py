@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from shardwise.comm.recording import recorders
 from shardwise.torch_internals.autograd import at_backward_end, current_backward, in_backward
 
 __all__ = [
@@ -64,7 +65,9 @@ class Order(Generic[G]):
         self._ahead.clear()
 
     def next_after(self, group: G) -> G | None:
-        """The group that was needed after this one in the previous pass."""
+        """The group that was needed after this one in the previous pass; none in a capture, which orders collectives itself."""
+        if recorders:
+            return None
         found = self._before.get(id(group))
         return None if found is None else found()
 

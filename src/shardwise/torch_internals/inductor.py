@@ -1,0 +1,32 @@
+"""Compiling a function of plain tensors with inductor, without dynamo: nothing is guarded, so that a call checks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor  # its compiler is imported by its `compile`, when it is first called
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["compile_function"]
+
+
+def compile_function(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile a function of tensors that returns a tuple of tensors, given fake tensors like its arguments.
+
+    What the function writes to its arguments, the compiled one writes there as well.
+
+    >>> from shardwise.torch_internals.recording import empty_fake, new_fake_mode
+    >>> x = empty_fake(new_fake_mode(), (2,), (1,), torch.empty(0))
+    >>> compiled = compile_function(lambda x: (x,), [x])
+    >>> compiled(torch.ones(2))[0]
+    tensor([1., 1.])
+    """
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        module = make_fx(function, tracing_mode="real")(*inputs)
+        return torch._inductor.compile(module, list(inputs))  # type: ignore[no-any-return]
