@@ -112,7 +112,7 @@ class _Gather(torch.autograd.Function):
         out: list[Tensor | None] = [None] * len(grads)
         if given:
             slots = {i: group.slots[i] for i in given}
-            order, finish, _ = group.reduction.start(slots, given)
+            order, finish, _ = group.reduction.start(slots, given, group.label)
             for i, grad in zip(order, finish([params[i] for i in order]), strict=True):
                 out[i] = grad
         return (None, None, *out)
@@ -120,7 +120,7 @@ class _Gather(torch.autograd.Function):
 
 def _describe(group: Group) -> str:
     parts = [f"{s.name}: {s.stored} -> {s.computed}, {s.compute_dtype}" for s in group.slots]
-    return f"group({group.number}, {group.policy}, {group.reduction.divisor}, {'; '.join(parts)})"
+    return f"group({group.label}, {group.policy}, {group.reduction.divisor}, {'; '.join(parts)})"
 
 
 describe_by(Group, _describe)
