@@ -11,7 +11,7 @@ NAMES: dict[str, str] = {
     "": "DTensor DeviceMesh init_device_mesh distribute_tensor distribute_module Shard Replicate Partial Placement"
     " _StridedShard ones zeros empty full rand randn _DTensorSpec _TensorMeta _api _utils _random _redistribute"
     " placement_types device_mesh _dtensor_spec _ops experimental",
-    "placement_types": "Placement Shard Replicate Partial _StridedShard _MaskPartial",
+    "placement_types": "Placement Shard Replicate Partial _StridedShard _MaskPartial DTensorSpec TensorMeta",
     "_dtensor_spec": "DTensorSpec TensorMeta ShardOrder ShardOrderEntry",
     "_api": "DTensor DTensorSpec distribute_tensor _FromTorchTensor _ToTorchTensor _normalize_placements_for_grad",
     "device_mesh": "DeviceMesh init_device_mesh",
