@@ -38,7 +38,7 @@ test-deep: $(DEV)  ## the same with many more drawn examples
 	SHARDWISE_DEEP=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-native: $(DEV)  ## the same with ops whose blocks need not move in C++ (shardwise.native)
-	PATH="$(CURDIR)/$(BIN):$$PATH" SHARDWISE_NATIVE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+	SHARDWISE_NATIVE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 # The sources come from PYTHONPATH, so that the environment belongs to no checkout. Only pyenv reads PYENV_VERSION: its python3.12
 # otherwise runs only where 3.12 is the selected version.

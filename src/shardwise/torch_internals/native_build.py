@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,22 @@ def build_extension(name: str, source: Path) -> Any:
         NativeBuildError: the compiler or ninja is missing, or the source does not fit this torch.
     """
     try:
-        return cpp_extension.load(f"{name}_{_RELEASE}", [str(source)], extra_cflags=["-O2"])
+        with _scripts_on_path():
+            return cpp_extension.load(f"{name}_{_RELEASE}", [str(source)], extra_cflags=["-O2"])
     except (RuntimeError, OSError) as error:
         raise NativeBuildError(
             f"The extension {name} could not be built: {error}\n"
             "  why: It is compiled for the installed torch when it is first used; that needs a C++ compiler and ninja.\n"
             "  fix: pip install shardwise[native] and install g++, or work without it: everything runs in Python as well."
         ) from error
+
+
+@contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """Let torch find the ninja of this environment, also where the environment is not activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
