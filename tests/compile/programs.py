@@ -317,7 +317,7 @@ def compare(cases, steps=3):
     found = []
     for case in cases:
         eager, captured = (train(case, c, steps) for c in (False, True))
-        wrong = _differences(eager, captured)
+        wrong = _differences(eager, captured, case)
         if eager[3] != captured[3]:
             wrong.append("what is sent differs")
         late = captured[4][case.accumulate + 1 :]
@@ -332,17 +332,19 @@ def compare(cases, steps=3):
         if listed != captured[3][-1]:
             wrong.append("the listed collectives are not those that ran")
         optimized = train(case, True, steps, EXACT)
-        wrong += [f"optimized: {w}" for w in _differences(eager, optimized)]
+        wrong += [f"optimized: {w}" for w in _differences(eager, optimized, case)]
         if sum(optimized[3][-1].values()) > sum(captured[3][-1].values()):
             wrong.append("optimized: more is sent")
         found.append(f"{case}: {', '.join(wrong)}" if wrong else "")
     return found
 
 
-def _differences(eager, captured):
+def _differences(eager, captured, case):
+    """What differs; transformers asks whether tensors are fake, and then computes the same with a mask instead of a flag."""
+    same = partial(torch.allclose, rtol=1e-4, atol=1e-7) if case.model == "llama" else torch.equal
     wrong = []
     for name, a, b in zip(("losses", "weights"), eager, captured, strict=False):
-        if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
+        if not all(same(x, y) for x, y in zip(a, b, strict=True)):
             wrong.append(f"{name} differ")
     if eager[2] != captured[2]:
         wrong.append("the optimizer's numbers differ")

@@ -75,7 +75,9 @@ class PerMesh:
 
     def clear(self) -> None:
         """Drop all values."""
-        for kept in self._kept.values():
+        for kept in list(
+            self._kept.values()
+        ):  # a value may be the last to hold a mesh, whose entry goes with it
             kept.clear()
 
 
