@@ -68,8 +68,6 @@ def register_blocks(owner: BlockOwner, stamp: object, blocks: list[Tensor]) -> l
     for slot, block in enumerate(blocks):
         ranks = block._blocks.items() if isinstance(block, PerRank) else [(None, block)]
         for rank, b in ranks:
-            if type(b) is not Tensor:  # a tensor class whose memory is in tensors of its own
-                continue
             key = storage_id(b)
             home = _homes.get(key)
             if home is None or home.owner is not owner:
