@@ -40,10 +40,11 @@ class _Normal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, func: Any, mean: Any, std: Any, generator: Any) -> Any:
-        ctx.save_for_backward(*[t if isinstance(t, Tensor) else None for t in (mean, std)])
+        ctx.shapes = [t.shape if isinstance(t, Tensor) else None for t in (mean, std)]
         with beneath_patches():
             return func(mean, std, generator=generator)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *[None if t is None else torch.zeros_like(t) for t in ctx.saved_tensors], None
+        zeros = torch.zeros_like(grads[0])
+        return None, *[None if shape is None else zeros.sum_to_size(shape) for shape in ctx.shapes], None

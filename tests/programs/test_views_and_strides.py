@@ -1,0 +1,76 @@
+"""Views with lazy bits that overlap, shape changes of views under no_grad, and strides, side by side with plain tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.programs.side_by_side import run_program, simulated_mesh
+
+import shardwise as sw
+
+OVERLAPPING = (
+    "z.conj().unfold(0, 2, 1)",
+    "torch._neg_view(z.unfold(0, 2, 1))",
+    "z.conj().as_strided((7, 2, 2), (2, 2, 1))",
+)
+WRITES = (
+    "c.index_fill_(0, i, 5.0)",
+    "c[i] = 2j",
+    "c[2:4].index_add_(0, i * 0, make((1, 2, 2), 'R', 'complex128'))",
+    "c[:, :, 0].fill_(1j)",
+    "c.imag.index_fill_(0, i, 3)",
+)
+PROGRAMS = (
+    """x = make((1, 4), L, grad=True)
+    v = x.diagonal(1, 0, 1)
+    with torch.no_grad(): v.squeeze_()
+    (v * v).sum().backward()""",
+    """x = make((4, 3), L, grad=True)
+    y = x * 2
+    with torch.inference_mode(): y.detach_()
+    y.sum().backward()""",
+    """x = make((4, 3), L, grad=True)
+    (torch.normal(x, 1.0) * 2).sum().backward()
+    g = x.grad""",
+)
+
+
+@pytest.mark.parametrize("layout", ["0", "1", "P"])
+@pytest.mark.parametrize("view", OVERLAPPING)
+def test_writes_to_overlapping_views_with_lazy_bits(view, layout):
+    with simulated_mesh((3,)) as mesh:
+        for write in WRITES:
+            lines = [f"z = make((8, 2), {layout!r}, 'complex128')", "i = make((1,), 'R', 'int64') % 7"]
+            run_program([*lines, f"c = {view}", write, "check()", "z.add_(1j)"], mesh)
+
+
+@pytest.mark.parametrize("layout", ["0", "1", "R"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_shape_changes_and_gradients(program, layout):
+    with simulated_mesh((2,)) as mesh:
+        run_program([line.strip().replace("L,", f"{layout!r},") for line in program.split("\n")], mesh)
+
+
+def _strides(t):
+    return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1], t.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w, i: torch.conv1d(x.transpose(1, 2), w, padding=1),
+        lambda x, w, i: torch.conv_transpose1d(x.transpose(1, 2), w.transpose(0, 1)),
+        lambda x, w, i: torch.conv2d(x.transpose(1, 2).unsqueeze(2), w.unsqueeze(2)),
+        lambda x, w, i: torch.max_pool1d(x.expand(6, 8, 3).transpose(1, 2), 2),
+        lambda x, w, i: x[:2, :2, 0].unfold(0, 2, 1)[:, i],
+        lambda x, w, i: torch.rrelu(x.expand(6, 8, 3).transpose(0, 1), training=True),
+    ],
+    ids=["conv1d", "conv_transpose1d", "conv2d", "max_pool1d", "index", "rrelu"],
+)
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0)])
+def test_strides_where_a_dim_has_size_1(f, placement):
+    x, w, i = torch.randn(6, 8, 1), torch.randn(3, 1, 3), torch.tensor([0, 1, 1])
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        got = f(*[sw.distribute_tensor(t, mesh, [placement]) for t in (x, w, i)])
+    assert _strides(got) == _strides(f(x, w, i))
