@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.call.schema import op_info
 from shardwise.comm.ledger import is_counting, record
 from shardwise.compile.errors import CaptureError
 from shardwise.compile.targets import Begin, Move, MoveMany
@@ -79,12 +80,12 @@ def _evaluate(graph: fx.Graph, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 def _with_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an op with tensors of one element in place of numbers."""
-    schema = func._schema.arguments
+    schema = op_info(func).arguments
     given = {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
     scalars = {
         a.name
         for a in schema
-        if isinstance(given.get(a.name), Tensor) and "Tensor" not in str(a.type)  # a number, or optional
+        if isinstance(given.get(a.name), Tensor) and "Tensor" not in a.type  # a number, or optional
     }
     if not scalars:
         return func(*args, **kwargs)
@@ -96,7 +97,7 @@ def _with_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             fix='Use backend="fx".',
         )
     out = compute(**given)
-    return given["self"].copy_(out) if func._schema.is_mutable else out
+    return given["self"].copy_(out) if op_info(func).writes else out
 
 
 def _clamp(self: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.call.schema import op_info
 from shardwise.comm import coord_of
 from shardwise.comm.recording import recorders
 from shardwise.compile.errors import CaptureError
@@ -56,7 +57,7 @@ _HIDDEN = ("/torch/", "/shardwise/")
 
 @cache
 def _names(func: Any) -> frozenset[str]:
-    return frozenset(a.name for a in func._schema.arguments)
+    return frozenset(a.name for a in op_info(func).arguments)
 
 
 class Draws(NamedTuple):
@@ -123,7 +124,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws_plain = True
-        if isinstance(out, Tensor | list | tuple) or func._schema.is_mutable:
+        if isinstance(out, Tensor | list | tuple) or op_info(func).writes:
             self._record(func, args, kwargs, out)
         return out  # else a device, or a fact about sizes, which does not change from run to run
 

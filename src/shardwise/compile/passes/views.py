@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
+from shardwise.call.schema import op_info
 from shardwise.torch_internals.dispatcher import is_op
 
 __all__ = ["is_view", "sink_views"]
@@ -15,8 +14,8 @@ def is_view(node: fx.Node) -> bool:
     """Whether a node returns a view of its argument, and does nothing else."""
     if node.op != "call_function" or not is_op(node.target):
         return False
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    info = op_info(node.target)
+    return not info.writes and any(r.alias for r in info.returns)
 
 
 def sink_views(graph: fx.Graph) -> None:
