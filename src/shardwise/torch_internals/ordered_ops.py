@@ -55,9 +55,42 @@ def _save_effects(partitioners: ModuleType) -> None:
             called = node.args[1] if node.op == "call_function" and len(node.args) > 1 else None
             if any(called is op for op in _with_effect):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        _keep_collectives(joint_module.graph)
         original(joint_module)
 
     partitioners.force_save_effectful_ops = force_save  # type: ignore[attr-defined]
+
+
+_after = define_op(
+    "after(Tensor x, Tensor[] waited) -> Tensor",
+    lambda x, waited: x.clone(),
+    lambda x, waited: torch.empty_like(x),
+)
+
+
+def _keep_collectives(graph: torch.fx.Graph) -> None:
+    """Keep collectives of the forward pass whose results this rank does not use, by an output that depends on them.
+
+    Other ranks may use theirs, and would wait for this one. Splitting a graph into forward and backward drops what no
+    output depends on.
+    """
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    nodes = [n for n in graph.nodes if n.op == "call_function" and not n.meta.get("autograd_backward")]
+    unused = [n for n in nodes if n.target is wait and not n.users and _is_forward(n)]
+    output: Any = graph.output_node()
+    results = [n for n in output.args[0] if isinstance(n, torch.fx.Node) and n in nodes and _is_forward(n)]
+    results = [n for n in results if isinstance(n.meta.get("val"), torch.Tensor)]
+    if not unused or not results:
+        return
+    first = results[0]
+    with graph.inserting_before(output):
+        node = graph.call_function(_after, (first, unused))
+    node.meta.update({k: v for k, v in first.meta.items() if k != "recompute"})
+    output.replace_input_with(first, node)
+
+
+def _is_forward(node: torch.fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")
 
 
 after_import("torch._functorch.partitioners", _save_effects)
