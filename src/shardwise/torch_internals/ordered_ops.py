@@ -69,28 +69,32 @@ _after = define_op(
 
 
 def _keep_collectives(graph: torch.fx.Graph) -> None:
-    """Keep collectives of the forward pass whose results this rank does not use, by an output that depends on them.
+    """Keep collectives whose results this rank does not use, by an output of the same pass that depends on them.
 
     Other ranks may use theirs, and would wait for this one. Splitting a graph into forward and backward drops what no
     output depends on.
     """
     wait = torch.ops._c10d_functional.wait_tensor.default
-    nodes = [n for n in graph.nodes if n.op == "call_function" and not n.meta.get("autograd_backward")]
-    unused = [n for n in nodes if n.target is wait and not n.users and _is_forward(n)]
     output: Any = graph.output_node()
-    results = [n for n in output.args[0] if isinstance(n, torch.fx.Node) and n in nodes and _is_forward(n)]
-    results = [n for n in results if isinstance(n.meta.get("val"), torch.Tensor)]
-    if not unused or not results:
-        return
-    first = results[0]
-    with graph.inserting_before(output):
-        node = graph.call_function(_after, (first, unused))
-    node.meta.update({k: v for k, v in first.meta.items() if k != "recompute"})
-    output.replace_input_with(first, node)
+    for backward in (False, True):
+        unused = [n for n in graph.nodes if n.target is wait and not n.users and _is_backward(n) is backward]
+        results = [n for n in output.args[0] if _is_computed(n) and _is_backward(n) is backward]
+        if not unused or not results:
+            continue
+        first = results[0]
+        with graph.inserting_before(output):
+            node = graph.call_function(_after, (first, unused))
+        node.meta.update({k: v for k, v in first.meta.items() if k != "recompute"})
+        output.replace_input_with(first, node)
 
 
-def _is_forward(node: torch.fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")
+def _is_computed(node: Any) -> bool:
+    is_call = isinstance(node, torch.fx.Node) and node.op == "call_function"
+    return is_call and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_backward(node: torch.fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 after_import("torch._functorch.partitioners", _save_effects)
