@@ -163,7 +163,7 @@ def _push(implicit: Implicit, plain: Plain, decisions: Decisions, reuse: int) ->
 def pop_settings() -> None:
     """Return to the settings before the last `push_settings`."""
     inner = current_settings()
-    outer = inner.outer or _DEFAULT
+    outer = inner.outer or DEFAULT_SETTINGS
     active.set(outer if inner.was_set else None)
     _publish(outer)
 
