@@ -17,7 +17,7 @@ from shardwise.comm import axes_of
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.memory import compute_dtype
 from shardwise.parallel.data.state import State, cast_tensors
-from shardwise.parallel.loss import count_plain_as_replicated
+from shardwise.parallel.plain_scope import count_plain_as_replicated
 from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import move_blocks
