@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from shardwise.comm import is_simulated
-from shardwise.plan.settings import current_settings, pop_settings, push_settings
-from shardwise.torch_internals.graph_calls import call_in_graph
+from shardwise.parallel.plain_scope import count_plain_as_replicated
+from shardwise.plan.settings import pop_settings
 
-__all__ = ["count_plain_as_replicated", "loss_parallel"]
+__all__ = ["loss_parallel"]
 
 
 @contextmanager
@@ -34,10 +32,3 @@ def loss_parallel() -> Iterator[None]:
         yield
     finally:
         pop_settings()
-
-
-@partial(call_in_graph, changes_state=True)
-def count_plain_as_replicated() -> None:
-    """Have plain tensors count as replicated until `pop_settings`, compared where that is asked for or costs nothing."""
-    compare = is_simulated() or current_settings().plain == "check"
-    push_settings(plain="check" if compare else "replicate")

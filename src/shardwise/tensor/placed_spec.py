@@ -70,3 +70,4 @@ class _Fields:
 
 Spec.of_placements = staticmethod(placed_spec)
 Spec.__dataclass_fields__ = _Fields.__dataclass_fields__  # type: ignore[attr-defined]
+Spec.__dataclass_params__ = _Fields.__dataclass_params__  # type: ignore[attr-defined]

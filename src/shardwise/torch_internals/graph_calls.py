@@ -207,7 +207,7 @@ def _guard_less(dynamo: Any) -> None:
 
 
 def _is_implied(guard: Any) -> bool:
-    value = getattr(guard, "keywords", {}).get("value")
+    value: Any = getattr(guard, "keywords", {}).get("value")
     tensor = value() if type(value).__name__ == "TensorWeakRef" else None
     return type(tensor) in _by_metadata
 

@@ -17,12 +17,13 @@ from shardwise.comm import axes_of
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.memory import compute_dtype
 from shardwise.parallel.data.state import State, cast_tensors
-from shardwise.parallel.loss import count_plain_as_replicated
+from shardwise.parallel.plain_scope import count_plain_as_replicated
 from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import move_blocks
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 from shardwise.torch_internals.graph_values import describe_by
+from shardwise.torch_internals.modules import own_parameters
 from shardwise.torch_internals.pytree import flatten
 from shardwise.torch_internals.tracing import break_graph
 
@@ -38,11 +39,11 @@ def call_traced(state: State, fn: Callable[..., Any], args: tuple[Any, ...], kwa
     stored = []
     for group in state.groups:
         homes = [slot.places[0] for slot in group.slots]
-        params: Any = [module._parameters[name] for module, name in homes]
+        params: Any = [own_parameters(module)[name] for module, name in homes]
         tensors = _gather(group, whole, params)
         for slot, param, tensor in zip(group.slots, params, tensors, strict=True):
             for module, name in slot.places:
-                module._parameters[name] = tensor  # type: ignore[assignment]
+                own_parameters(module)[name] = tensor
                 stored.append((module, name, param))
     if state.policy.cast_forward_inputs and state.policy.param_dtype is not None:
         args, kwargs = cast_tensors((args, kwargs), state.policy.param_dtype)
@@ -54,7 +55,7 @@ def call_traced(state: State, fn: Callable[..., Any], args: tuple[Any, ...], kwa
         if whole:
             pop_settings()
         for module, name, param in stored:
-            module._parameters[name] = param
+            own_parameters(module)[name] = param
     return out if state.policy.output_dtype is None else cast_tensors(out, state.policy.output_dtype)
 
 
