@@ -68,7 +68,8 @@ class Session:
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.fault: Fault | None = None
-        self._folder = Folder(world_store(), self.rank)
+        self._store = world_store()
+        self._folder = Folder(self._store, self.rank)
         self.record = OwnRecord(self.rank, self._folder.path_of(self.rank))
         self._records: dict[int, Record] = {self.rank: self.record}
         if guards:  # the world was created inside of it
@@ -93,6 +94,10 @@ class Session:
         return float(os.environ.get("SHARDWISE_TIMEOUT", "1800")) if inner is None else inner
 
     # the monitor of collectives
+
+    def is_current(self) -> bool:
+        """Whether the program has not destroyed this world and begun another."""
+        return dist.group.WORLD is self.world
 
     def begin(self, group: str, note: Note) -> None:
         """Record a collective that is about to begin; raise if the world is broken, or another rank began another one."""
@@ -232,7 +237,7 @@ class Session:
                 break_connections()
             still, waited = self._stood_still(), self._waited()
             if self.fault is not None:
-                self._end_wait_for_store(max(still, waited))
+                self._end_wait_for_store(waited)
             elif waited > _GRACE_SECONDS:
                 self._look_into(waited)
             elif still > _GRACE_SECONDS:
@@ -250,7 +255,7 @@ class Session:
             return 0.0
         waited = (time.monotonic_ns() - self._here[1]) / 1e9
         if waited > _GRACE_SECONDS and not words[STUCK]:
-            self.record.note(f"torch.distributed.{_entered(frame)}", line_of_stack(self._thread_id))
+            self.record.note(f"torch.distributed.{_entered(frame)[-1]}", line_of_stack(self._thread_id))
             words[STUCK] = self._here[1]
         return waited
 
@@ -276,7 +281,7 @@ class Session:
             words[STILL] = 0
         elif not words[STILL]:
             words[STILL] = self._still[1]
-            self.record.note("waiting for something else than a collective", line_of_stack(self._thread_id))
+            self.record.note("something else than a collective", line_of_stack(self._thread_id))
 
     def _look_into(self, waited: float) -> None:
         """Find out why this rank waits in a collective."""
@@ -301,19 +306,26 @@ class Session:
         if found is not None:
             self.publish(found)
 
-    def _end_wait_for_store(self, still: float) -> None:
-        """A thread that waits for a key of the store, to create a group, does not notice that connections broke."""
+    def _end_wait_for_store(self, waited: float) -> None:
+        """End the wait of a program that creates a group: it waits for a key of the store, not for a connection."""
         self._broken_since = self._broken_since or time.monotonic()
-        if still > _GRACE_SECONDS and time.monotonic() - self._broken_since > _GRACE_SECONDS:
-            break_store_connection()
+        if waited < _GRACE_SECONDS or time.monotonic() - self._broken_since < _GRACE_SECONDS:
+            return
+        frame = sys._current_frames().get(self._thread_id)
+        functions = [] if frame is None else _entered(frame)
+        if "_new_process_group_helper" in functions and "init_process_group" not in functions:
+            break_store_connection(self._store)
             self._broken_since = float("inf")
 
 
-def _entered(frame: FrameType) -> str:
-    """The function of torch.distributed that the program called."""
-    while frame.f_back is not None and frame.f_back.f_code.co_filename.endswith(_WAITING_FILES):
-        frame = frame.f_back
-    return frame.f_code.co_name
+def _entered(frame: FrameType) -> list[str]:
+    """The functions of torch.distributed that the program is in, the outermost last."""
+    functions = []
+    here: FrameType | None = frame
+    while here is not None and here.f_code.co_filename.endswith(_WAITING_FILES):
+        functions.append(here.f_code.co_name)
+        here = here.f_back
+    return functions
 
 
 class _Peer:
