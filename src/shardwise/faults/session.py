@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from shardwise.faults.diagnose import (
 )
 from shardwise.faults.error import Fault, PeerError
 from shardwise.faults.folder import Folder
+from shardwise.faults.program_thread import ProgramThread
 from shardwise.faults.record import (
     ENDED,
     GUARDED,
@@ -58,7 +58,6 @@ _CONNECTION_BROKE = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|pair closure|connectfullmesh|"
     r"timed out waiting|socket timeout|wait timeout|failed to (recv|send)|was likely closed"
 )
-_WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class Session:
@@ -77,11 +76,8 @@ class Session:
         self._rows: dict[str, tuple[Row, list[_Peer]]] = {}
         self.errors: deque[str] = deque(maxlen=64)  # that this rank raised
         self._op_error: tuple[int, str] | None = None
-        self._thread_id = threading.get_ident()
-        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._program = ProgramThread()
         self._user_wait = 0  # since when the program waits for a collective that it called itself
-        self._here: tuple[object, int] = ((), 0)  # where the program is, and since when
-        self._still: tuple[object, int] = ((), 0)  # the same without computing
         self._broken_since = 0.0
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="shardwise_faults", daemon=True)
@@ -137,7 +133,7 @@ class Session:
 
     def wait_for(self, wait: Callable[[], Any]) -> Any:
         """Wait for a collective that the program called itself; see `wait`."""
-        if threading.get_ident() != self._thread_id:
+        if threading.get_ident() != self._program.ident:
             return wait()
         self._user_wait = self.record.words[STUCK] = time.monotonic_ns()
         try:
@@ -235,7 +231,8 @@ class Session:
             if self.fault is None and (fault := self._folder.fault()) is not None:
                 self.fault = fault
                 break_connections()
-            still, waited = self._stood_still(), self._waited()
+            self._program.look()
+            still, waited = self._program.stood_still, self._waited()
             if self.fault is not None:
                 self._end_wait_for_store(waited)
             elif waited > _GRACE_SECONDS:
@@ -249,30 +246,14 @@ class Session:
         words = self.record.words
         if since := words[WAIT] or self._user_wait:
             return (time.monotonic_ns() - since) / 1e9
-        frame = sys._current_frames().get(self._thread_id)
-        if frame is None or not frame.f_code.co_filename.endswith(_WAITING_FILES):
+        if not self._program.functions:
             words[STUCK] = 0
             return 0.0
-        waited = (time.monotonic_ns() - self._here[1]) / 1e9
+        waited = (time.monotonic_ns() - self._program.here_since) / 1e9
         if waited > _GRACE_SECONDS and not words[STUCK]:
-            self.record.note(f"torch.distributed.{_entered(frame)[-1]}", line_of_stack(self._thread_id))
-            words[STUCK] = self._here[1]
+            self.record.note(f"torch.distributed.{self._program.functions[-1]}", self._program.line())
+            words[STUCK] = self._program.here_since
         return waited
-
-    def _stood_still(self) -> float:
-        """For how long the thread of the program has been at one instruction without computing: it waits, for whatever."""
-        frame = sys._current_frames().get(self._thread_id)
-        place = None if frame is None else (id(frame), frame.f_lasti)
-        try:
-            computed = time.clock_gettime_ns(self._cpu_clock)
-        except OSError:  # the thread has ended
-            return 0.0
-        now = time.monotonic_ns()
-        if self._here[0] != place:
-            self._here = (place, now)
-        if self._still[0] != (place, computed):
-            self._still = ((place, computed), now)
-        return (now - self._still[1]) / 1e9
 
     def _tell_that_it_stands_still(self, still: float) -> None:
         """Record where the program is if it waits for something else than a collective that is known here."""
@@ -280,8 +261,8 @@ class Session:
         if still < _STILL_SECONDS:
             words[STILL] = 0
         elif not words[STILL]:
-            words[STILL] = self._still[1]
-            self.record.note("something else than a collective", line_of_stack(self._thread_id))
+            words[STILL] = self._program.still_since
+            self.record.note("something else than a collective", self._program.line())
 
     def _look_into(self, waited: float) -> None:
         """Find out why this rank waits in a collective."""
@@ -311,21 +292,10 @@ class Session:
         self._broken_since = self._broken_since or time.monotonic()
         if waited < _GRACE_SECONDS or time.monotonic() - self._broken_since < _GRACE_SECONDS:
             return
-        frame = sys._current_frames().get(self._thread_id)
-        functions = [] if frame is None else _entered(frame)
+        functions = self._program.functions
         if "_new_process_group_helper" in functions and "init_process_group" not in functions:
             break_store_connection(self._store)
             self._broken_since = float("inf")
-
-
-def _entered(frame: FrameType) -> list[str]:
-    """The functions of torch.distributed that the program is in, the outermost last."""
-    functions = []
-    here: FrameType | None = frame
-    while here is not None and here.f_code.co_filename.endswith(_WAITING_FILES):
-        functions.append(here.f_code.co_name)
-        here = here.f_back
-    return functions
 
 
 class _Peer:
