@@ -12,7 +12,7 @@ DEMO ?=
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-torch lint format bench sweep clients models refusals chaos faults fuzz rules docs clean
+.PHONY: help demo test test-deep test-native test-torch lint format bench sweep clients models refusals chaos faults fuzz rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ test: $(DEV)  ## run the tests: pure, simulated, and on real processes
 
 test-deep: $(DEV)  ## the same with many more drawn examples
 	SHARDWISE_DEEP=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-native: $(DEV)  ## the same with ops whose blocks need not move in C++ (shardwise.native)
+	SHARDWISE_NATIVE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 # The sources come from PYTHONPATH, so that the environment belongs to no checkout. Only pyenv reads PYENV_VERSION: its python3.12
 # otherwise runs only where 3.12 is the selected version.

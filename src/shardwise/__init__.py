@@ -5,6 +5,7 @@ those of `torch.distributed.tensor`, so a program moves over by changing its imp
 """
 
 from importlib import import_module as _import_module
+from os import environ as _environ
 from typing import Any as _Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -115,7 +116,7 @@ __all__ = [
 ]
 
 _SUBMODULES = frozenset(
-    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils checkpoint compile debug device_mesh experimental placement_types".split()
+    "_api _collective_utils _ops _random _redistribute _shards_wrapper _utils checkpoint compile debug device_mesh experimental native placement_types".split()
 )
 """Modules that torch's package has as attributes; ours are imported when they are first asked for."""
 
@@ -124,3 +125,7 @@ def __getattr__(name: str) -> _Any:
     if name in _SUBMODULES:
         return _import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+if _environ.get("SHARDWISE_NATIVE") == "1":
+    _import_module("shardwise.native").enable()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,43 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import python_binding
 from shardwise.torch_internals.subclass import new_dtensor
 
-__all__ = ["direct_run"]
+__all__ = ["Recipe", "direct_run", "recipe_of"]
 
 aten = torch.ops.aten
 
 
+class Recipe(NamedTuple):
+    """What a direct run does, for code that does the same without Python.
+
+    Attributes:
+        kind: the op runs on the blocks; or it does, and returns its first argument; or the block is viewed in `shape`.
+        specs: the specs of the results.
+        shape: the shape of the block of a view.
+    """
+
+    kind: Literal["direct", "in-place", "view"]
+    specs: tuple[Spec, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+_RECIPE = "recipe"
+
+
+def recipe_of(run: Run | None) -> Recipe | None:
+    """The recipe of a run; None where it is more than an op on the blocks."""
+    return getattr(run, _RECIPE, None)
+
+
 def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
     """The shortest run there is, where nothing moves and this process has one rank; None otherwise."""
+    run = _direct_run(call, resolution)
+    if run is not None and not hasattr(run, _RECIPE) and resolution.programs is None:
+        kind: Literal["direct", "in-place"] = "in-place" if call.info.writes else "direct"
+        setattr(run, _RECIPE, Recipe(kind, resolution.outputs))
+    return run
+
+
+def _direct_run(call: OpCall, resolution: Resolution) -> Run | None:
     if any(resolution.moves) or resolution.simulated or resolution.replicated:
         return None
     func, args, kwargs, info = call.func, call.args, call.kwargs, call.info
@@ -71,7 +101,9 @@ def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
         block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
         # a block without elements may be empty along another dim
         if func(block, *call.args[1:]).shape == shape:
-            return constant(func, spec, call.args, call.kwargs)
+            run = constant(func, spec, call.args, call.kwargs)
+            setattr(run, _RECIPE, Recipe("direct", (spec,)))
+            return run
     return view_as(shape, spec, lambda a, k: execute(func, resolution, a, k))
 
 
@@ -255,4 +287,5 @@ def view_as(shape: Sequence[int], spec: Spec, otherwise: Run) -> Run:
             return otherwise(args, kwargs)
         return new_dtensor(DTensor, block, spec, False)
 
+    setattr(run, _RECIPE, Recipe("view", (spec,), tuple(shape)))
     return run

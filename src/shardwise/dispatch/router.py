@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,15 +14,18 @@ from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.dispatch.dry_run import cacheable
 from shardwise.dispatch.failure import note_failure
+from shardwise.dispatch.fast_path import Recipe, recipe_of
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide
 from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.inference import in_inference_mode, inference_tensors, note_inference_mode
 
-__all__ = ["dispatch", "find_route"]
+__all__ = ["dispatch", "find_recipe", "find_route", "on_direct_route"]
 
 _MAX_ROUTES = 4096  # per op
+on_direct_route: list[Callable[[Entry], None]] = []
+"""Called with the entry of an op for which a direct run was chosen."""
 _NO_KWARGS: dict[str, Any] = {}
 _FLOAT = [float]
 _UNKNOWN = (
@@ -131,7 +135,19 @@ def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         entry.runs.pop(oldest, None)
         entry.routes.pop(oldest, None)
     entry.runs[key], entry.routes[key] = run, route
+    if on_direct_route and recipe_of(run) is not None:
+        for tell in on_direct_route:
+            tell(entry)
     return route, run
+
+
+def find_recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
+    """The recipe of a call that `dispatch` has run; None where its run is not cached, or is more than an op on the blocks."""
+    entry = _entry_of(current_settings().routes, func)[0]
+    try:
+        return recipe_of(entry.runs.get(call_key(entry, args, kwargs)))
+    except TypeError:  # an argument that cannot be hashed
+        return None
 
 
 def find_route(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:

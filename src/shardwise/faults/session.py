@@ -294,8 +294,10 @@ class Session:
             return
         functions = self._program.functions
         if "_new_process_group_helper" in functions and "init_process_group" not in functions:
+            # again and again: on a busy machine the thread may look at the store too late, or go on to connect
             break_store_connection(self._store)
-            self._broken_since = float("inf")
+            break_connections()
+            self._broken_since = time.monotonic()
 
 
 class _Peer:

@@ -15,10 +15,13 @@ from typing import Any, Literal
 from shardwise.plan.cost import DEFAULT_COSTS, CostModel
 
 __all__ = [
+    "DEFAULT_SETTINGS",
     "Decisions",
     "Implicit",
     "Plain",
     "Settings",
+    "active",
+    "at_forget",
     "costs",
     "current_costs",
     "current_settings",
@@ -53,8 +56,14 @@ def _decisions_for(model: CostModel, traced: bool) -> Decisions:
     return _decisions.setdefault((model, traced), Decisions(model, traced))
 
 
+at_forget: list[Callable[[], None]] = []
+"""Called when cached routes are dropped, by caches that were filled from them."""
+
+
 def forget_decisions(*, plans: bool = True) -> None:
     """Drop cached routes, and cached plans unless `plans` is False, so that every call is decided anew."""
+    for forget in at_forget:
+        forget()
     for decisions in _decisions.values():
         decisions.routes.clear()
         if plans:
@@ -73,9 +82,9 @@ class Settings:
 
 
 _default = _decisions_for(DEFAULT_COSTS, False)
-_DEFAULT = Settings("allow", "error", _default, _default.routes, 1 << 28)
+DEFAULT_SETTINGS = Settings("allow", "error", _default, _default.routes, 1 << 28)
 active: ContextVar[Settings | None] = ContextVar("shardwise_settings", default=None)
-active.set(_DEFAULT)  # for this thread; others use `inherited`
+active.set(DEFAULT_SETTINGS)  # for this thread; others use `inherited`
 _publish: Callable[[Settings], None] = lambda settings: None  # noqa: E731
 _inherit: Callable[[], Settings | None] = lambda: None  # noqa: E731
 
@@ -90,7 +99,7 @@ def share_with_other_threads(
 
 def inherited() -> Settings:
     """The settings of a thread that has set none itself."""
-    return _inherit() or _DEFAULT
+    return _inherit() or DEFAULT_SETTINGS
 
 
 def current_settings() -> Settings:
