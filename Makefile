@@ -12,7 +12,7 @@ DEMO ?=
 TORCH_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shardwise/torch-$(TORCH)-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-native test-torch lint format bench sweep clients models refusals chaos fuzz rules docs clean
+.PHONY: help demo test test-deep test-native test-torch lint format bench sweep clients models refusals chaos faults fuzz rules docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -88,12 +88,16 @@ chaos: $(DEV)  ## kill training runs 300 times at drawn moments, by hand and und
 	$(BIN)/python -m tests.checkpoint.chaos --kills 300 --torchrun 3 $(CHAOS)
 	$(BIN)/python -m tests.recovery.kills --runs 100
 
+faults: $(DEV)  ## inject 100 drawn faults on 4 processes, the same on torch's DTensor, and run 200 right programs (FAULTS="--seed 7 --only stopped")
+	$(BIN)/python -m tests.faults.run --torch $(FAULTS)
+
 fuzz: $(DEV)  ## load 100,000 fuzzed checkpoints
 	SHARDWISE_FUZZ=100000 $(BIN)/python -m pytest tests/checkpoint/test_damage.py -k fuzzed
 
-rules: $(DEV)  ## write the printed tables of rules and routes anew
+rules: $(DEV)  ## write the printed tables of rules and routes, and the errors of docs/faults.md, anew
 	$(BIN)/python -c 'from shardwise.rules.table import printed; print(printed(), end="")' > docs/rules.txt
 	$(BIN)/python -c 'from shardwise.dispatch.route_table import printed_routes; print(printed_routes(), end="")' > docs/routes.txt
+	$(BIN)/python -m tests.faults.document
 
 docs: $(DEV)  ## run the code in README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

@@ -162,6 +162,7 @@ def test_fingerprints_of_tensors_that_are_no_row_of_bytes():
     sparse = torch.eye(3).to_sparse()
     assert fingerprint(sparse) != fingerprint(sparse * 2)
     assert fingerprint(torch.empty(0)) == 0
+    assert fingerprint(torch._efficientzerotensor((3,))) == 0  # has no memory to read
 
 
 def test_the_first_difference_counts():

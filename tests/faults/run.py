@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from tests.faults.forked_world import WorldOutcome, run_world
 from tests.faults.injected import MODELS, RANKS, WATCHDOG, Injected, Run, draw_faults, train
 from tests.faults.libraries import ours, theirs
+from tests.faults.own_calls import VALUES, problems_of_programs, problems_of_values
+from tests.faults.torch_programs import RIGHT, WRONG
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
@@ -107,6 +110,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument(
+        "--values", type=int, help="how many calls whose kernels check values; all by default"
+    )
+    parser.add_argument("--calls", nargs="*", help="programs that call torch.distributed; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="a kind of fault")
     parser.add_argument("--torch", action="store_true", help="run them on torch's DTensor as well")
@@ -120,6 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     wrong, slowest = 0, 0.0
     faults = [f for f in draw_faults(options.faults, options.seed) if options.only in (None, f.kind)]
+    import_module("torch._dynamo")  # which DDP imports
     warm_up(options.torch)
     for i, fault in enumerate(faults):
         found = run_world(program_of(fault, "ours"), RANKS, TIMEOUT + 8, fault.at_fault)
@@ -136,11 +144,20 @@ def main(arguments: Sequence[str]) -> int:
         print(line, flush=True)
     alarms = run_right(options.programs) if options.programs else []
     print("\n".join(alarms))
+    names = (*RIGHT, *WRONG) if options.calls is None else options.calls
+    others = problems_of_programs(options.bound, names)
+    for ranks in (4, 3):
+        found = problems_of_values(options.bound, ranks, list(VALUES)[: options.values])
+        others |= {f"{name} on {ranks} ranks": problem for name, problem in found.items()}
+    print("\n".join(f"{name}: {problem}" for name, problem in others.items() if problem))
     print(f"shardwise: {dict(ends['shardwise'])}, the slowest {slowest:.2f} s after what is allowed began")
     if options.torch:
         print(f"torch: {dict(ends['torch'])}")
     print(f"right programs: {options.programs}, alarms: {len(alarms)}")
-    return int(wrong > 0 or bool(alarms))
+    print(
+        f"programs that call torch.distributed, and kernels that check values: {len(others)}, wrong: {sum(map(bool, others.values()))}"
+    )
+    return int(wrong > 0 or bool(alarms) or any(others.values()))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,18 @@ from shardwise.tensor.dtensor import DTensor
 __all__ = ["CallFacts", "Held", "facts_of", "held"]
 
 _READS_NO_VALUES = frozenset(
-    {"aten::is_same_size", "aten::_has_same_storage_numel", "aten::_shape_as_tensor"}
+    {
+        "aten::is_same_size",
+        "aten::_has_same_storage_numel",
+        "aten::_new_zeros_with_same_feature_meta",
+        "aten::_shape_as_tensor",
+    }
 )
 """Ops that only compare or return sizes; their operands may be without values. So may those of `empty_like` and `new_zeros`."""
+_OVERWRITE = frozenset(
+    "copy_ fill_ zero_ normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ _foreach_copy_ _foreach_zero_".split()
+)
+"""Ops after which nothing is left of what a tensor held."""
 _NUMBERS = (int, float, complex, bool, str, type(None), torch.dtype)
 
 
@@ -84,6 +93,8 @@ class CallFacts(NamedTuple):
         writes: those that it writes to.
         numbers: the places of arguments that are numbers or the like.
         is_local: whether a rank may run it alone: a view, or reading a number that every rank has.
+        leaves_unset: whether its results have no values yet.
+        overwrites: whether nothing is left of what it writes to.
     """
 
     mesh: Any
@@ -94,6 +105,8 @@ class CallFacts(NamedTuple):
     writes: tuple[int, ...]
     numbers: tuple[int, ...]
     is_local: bool
+    leaves_unset: bool
+    overwrites: bool
 
     def tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, in order."""
@@ -148,6 +161,8 @@ def facts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFa
         tuple(i for i, t in enumerate(tensors) if id(t) in written),
         tuple(i for i, a in enumerate(args) if _is_number(a)),
         info.is_view or (func is torch.ops.aten._local_scalar_dense.default and not held(first._spec).split),
+        "empty" in info.qualified_name or info.qualified_name.startswith("aten::resize"),
+        bool(info.out_names) or info.qualified_name.rpartition("::")[2] in _OVERWRITE,
     )
 
 

@@ -32,13 +32,19 @@ _Origin = tuple[str, _Place]
 
 
 class _Mark:
-    """What is known of a block: its version, the fingerprint of that version if it was needed, and what wrote it."""
+    """What is known of a block: its version, the fingerprint of that version if it was needed, and what wrote it.
+
+    The fingerprint is 0 if the values depend on memory that nothing was written to, as where torch traces with `torch.empty`: they
+    may differ, as long as the program does not use them.
+    """
 
     __slots__ = ("listed", "origin", "value", "version")
 
-    def __init__(self, version: int, origin: _Origin | None, listed: int = -1) -> None:
+    def __init__(
+        self, version: int, origin: _Origin | None, listed: int = -1, is_unset: bool = False
+    ) -> None:
         self.version, self.origin, self.listed = version, origin, listed
-        self.value: Any = None
+        self.value: Any = 0 if is_unset else None
 
 
 class CallWatcher:
@@ -71,8 +77,11 @@ class CallWatcher:
             tensors = facts.tensors(args, kwargs)
             if not facts.is_local:
                 self._log_call(facts, args, kwargs, tensors, place)
+            is_unset = facts.leaves_unset or any(map(_is_unset, tensors))
             result = site.route.run(args, kwargs)
-            self._mark(facts, tensors, result, (facts.text, place))
+            if is_unset and facts.overwrites:
+                is_unset = any(_is_unset(tensors[i]) for i in facts.reads)
+            self._mark(facts, tensors, result, (facts.text, place), is_unset)
         finally:
             self._inside = False
         return result
@@ -143,7 +152,9 @@ class CallWatcher:
             log.raise_layout(item, bad, _found(blocks[bad]))
         log.add_simulated({r: int(_fingerprint(b, how)) for r, b in blocks.items()}, how.split, item)
 
-    def _mark(self, facts: CallFacts, tensors: list[Tensor], result: Any, origin: _Origin) -> None:
+    def _mark(
+        self, facts: CallFacts, tensors: list[Tensor], result: Any, origin: _Origin, is_unset: bool
+    ) -> None:
         """Remember which op wrote each block; its fingerprint is computed when an op reads it."""
         if is_simulated():
             return
@@ -156,7 +167,7 @@ class CallWatcher:
                     listed = -1 if old is None else old.listed
                     if listed != self._step:
                         self._written.append((weakref.ref(t), t._spec, origin))
-                    setattr(block, _MARK, _Mark(_version(block), origin, self._step))
+                    setattr(block, _MARK, _Mark(_version(block), origin, self._step, is_unset))
             return
         results = (
             [result]
@@ -168,7 +179,7 @@ class CallWatcher:
         for r in results:
             if isinstance(r, DTensor):
                 block = r._local_tensor
-                setattr(block, _MARK, _Mark(_version(block), origin))
+                setattr(block, _MARK, _Mark(_version(block), origin, is_unset=is_unset))
 
     # the claims of the program
 
@@ -220,10 +231,16 @@ class CallWatcher:
         if not how.is_replicated:
             return
         text = f"{how.text}, written by {origin[0]}"
-        if t is None:  # on other ranks it may still exist, and they log it
+        # on other ranks it may still exist, and they log it; `squeeze_` has changed it on all of them
+        if t is None or t._spec is not spec:
             log.add(how.code, 0, (), lambda: Item("values", text, origin[1]))
         else:
             self._log_value(log, t._local_tensor, how, how.code, "values", text, origin[1])
+
+
+def _is_unset(t: Tensor) -> bool:
+    mark = getattr(t._local_tensor, _MARK, None) if isinstance(t, DTensor) else None
+    return mark is not None and mark.value is not None and type(mark.value) is int and mark.value == 0
 
 
 def _version(block: Tensor) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.comm import is_sparse, parts_of
 from shardwise.comm.codec import bytes_of
+from shardwise.torch_internals.lazy_bits import is_lazy_zero
 
 __all__ = ["fingerprint", "fingerprint_on_device"]
 
@@ -35,6 +36,8 @@ def fingerprint(block: Tensor, order: Sequence[int] | None = None) -> int | Tens
     >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
     (True, False)
     """
+    if is_lazy_zero(block):
+        return 0
     if is_sparse(block):
         return zlib.crc32(repr([fingerprint(part) for part in parts_of(block)]).encode())
     if order is not None and block.dim() == len(order) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,10 +78,10 @@ def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
         error = record.error() if words[ERRORS] and words[ERROR_AT] == words[TOTAL] else ""
         if state == ENDED or (same_guard and state == RAISED):
             return raised(world, rank, error) if error else _ended(world, rank, "left the process group")
-        if record.process() == "gone":
-            return raised(world, rank, error) if error else _died(world, rank)
         if same_guard and state == LEFT:
             return _ended(world, rank, "has returned")
+        if record.process() == "gone":
+            return raised(world, rank, error) if error else _died(world, rank)
         if error and error not in world.errors and waited > _RAISED_SECONDS and not record.waits():
             return raised(world, rank, error)
     return None
@@ -164,8 +165,12 @@ def find_overdue(world: World, late: Sequence[int], waited: float, limit: float)
             if stopped
             else "  why: It computes longer than the limit, is stuck, or called other collectives than the others.\n"
         )
-        + "  fix: Compare the lines above: the ranks must call the same collectives in the same order; "
-        "or allow more time with shardwise.guard(timeout=seconds).",
+        + (
+            f"  fix: Let {'it' if len(stopped) == 1 else 'them'} go on (kill -CONT), or end the program."
+            if stopped
+            else "  fix: Compare the lines above: the ranks must call the same collectives in the same order; "
+            "or allow more time with shardwise.guard(timeout=seconds)."
+        ),
     )
 
 
@@ -200,10 +205,19 @@ def broken_connection(world: World, error: str) -> Fault:
     return Fault(
         "lost",
         tuple(away),
-        f"rank {world.me.rank} of {world.size} lost the connection to another rank ({where}): {error}\n{positions(world)}"
+        f"rank {world.me.rank} of {world.size} lost the connection to another rank ({where}): {_without_source(error)}\n{positions(world)}"
         "  why: A process ended, or the network failed.\n"
         "  fix: See the output of the other ranks; restart from the last checkpoint.",
     )
+
+
+def _without_source(error: str) -> str:
+    """The first sentence of an error of gloo, without the line of its source and advice.
+
+    >>> _without_source("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57039. This is typically ...")
+    'Connection closed by peer [127.0.0.1]:57039.'
+    """
+    return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ", "", error).partition(" This is typically")[0]
 
 
 def positions(world: World, skip: Sequence[int] = ()) -> str:

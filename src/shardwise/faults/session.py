@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from shardwise.faults.diagnose import (
 )
 from shardwise.faults.error import Fault, PeerError
 from shardwise.faults.folder import Folder
+from shardwise.faults.program_thread import ProgramThread
 from shardwise.faults.record import (
     ENDED,
     GUARDED,
@@ -58,7 +58,6 @@ _CONNECTION_BROKE = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|pair closure|connectfullmesh|"
     r"timed out waiting|socket timeout|wait timeout|failed to (recv|send)|was likely closed"
 )
-_WAITING_FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class Session:
@@ -68,7 +67,8 @@ class Session:
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.fault: Fault | None = None
-        self._folder = Folder(world_store(), self.rank)
+        self._store = world_store()
+        self._folder = Folder(self._store, self.rank)
         self.record = OwnRecord(self.rank, self._folder.path_of(self.rank))
         self._records: dict[int, Record] = {self.rank: self.record}
         if guards:  # the world was created inside of it
@@ -76,11 +76,8 @@ class Session:
         self._rows: dict[str, tuple[Row, list[_Peer]]] = {}
         self.errors: deque[str] = deque(maxlen=64)  # that this rank raised
         self._op_error: tuple[int, str] | None = None
-        self._thread_id = threading.get_ident()
-        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._program = ProgramThread()
         self._user_wait = 0  # since when the program waits for a collective that it called itself
-        self._here: tuple[object, int] = ((), 0)  # where the program is, and since when
-        self._still: tuple[object, int] = ((), 0)  # the same without computing
         self._broken_since = 0.0
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="shardwise_faults", daemon=True)
@@ -93,6 +90,10 @@ class Session:
         return float(os.environ.get("SHARDWISE_TIMEOUT", "1800")) if inner is None else inner
 
     # the monitor of collectives
+
+    def is_current(self) -> bool:
+        """Whether the program has not destroyed this world and begun another."""
+        return dist.group.WORLD is self.world
 
     def begin(self, group: str, note: Note) -> None:
         """Record a collective that is about to begin; raise if the world is broken, or another rank began another one."""
@@ -132,7 +133,7 @@ class Session:
 
     def wait_for(self, wait: Callable[[], Any]) -> Any:
         """Wait for a collective that the program called itself; see `wait`."""
-        if threading.get_ident() != self._thread_id:
+        if threading.get_ident() != self._program.ident:
             return wait()
         self._user_wait = self.record.words[STUCK] = time.monotonic_ns()
         try:
@@ -230,9 +231,10 @@ class Session:
             if self.fault is None and (fault := self._folder.fault()) is not None:
                 self.fault = fault
                 break_connections()
-            still, waited = self._stood_still(), self._waited()
+            self._program.look()
+            still, waited = self._program.stood_still, self._waited()
             if self.fault is not None:
-                self._end_wait_for_store(max(still, waited))
+                self._end_wait_for_store(waited)
             elif waited > _GRACE_SECONDS:
                 self._look_into(waited)
             elif still > _GRACE_SECONDS:
@@ -244,30 +246,14 @@ class Session:
         words = self.record.words
         if since := words[WAIT] or self._user_wait:
             return (time.monotonic_ns() - since) / 1e9
-        frame = sys._current_frames().get(self._thread_id)
-        if frame is None or not frame.f_code.co_filename.endswith(_WAITING_FILES):
+        if not self._program.functions:
             words[STUCK] = 0
             return 0.0
-        waited = (time.monotonic_ns() - self._here[1]) / 1e9
+        waited = (time.monotonic_ns() - self._program.here_since) / 1e9
         if waited > _GRACE_SECONDS and not words[STUCK]:
-            self.record.note(f"torch.distributed.{_entered(frame)}", line_of_stack(self._thread_id))
-            words[STUCK] = self._here[1]
+            self.record.note(f"torch.distributed.{self._program.functions[-1]}", self._program.line())
+            words[STUCK] = self._program.here_since
         return waited
-
-    def _stood_still(self) -> float:
-        """For how long the thread of the program has been at one instruction without computing: it waits, for whatever."""
-        frame = sys._current_frames().get(self._thread_id)
-        place = None if frame is None else (id(frame), frame.f_lasti)
-        try:
-            computed = time.clock_gettime_ns(self._cpu_clock)
-        except OSError:  # the thread has ended
-            return 0.0
-        now = time.monotonic_ns()
-        if self._here[0] != place:
-            self._here = (place, now)
-        if self._still[0] != (place, computed):
-            self._still = ((place, computed), now)
-        return (now - self._still[1]) / 1e9
 
     def _tell_that_it_stands_still(self, still: float) -> None:
         """Record where the program is if it waits for something else than a collective that is known here."""
@@ -275,8 +261,8 @@ class Session:
         if still < _STILL_SECONDS:
             words[STILL] = 0
         elif not words[STILL]:
-            words[STILL] = self._still[1]
-            self.record.note("waiting for something else than a collective", line_of_stack(self._thread_id))
+            words[STILL] = self._program.still_since
+            self.record.note("something else than a collective", self._program.line())
 
     def _look_into(self, waited: float) -> None:
         """Find out why this rank waits in a collective."""
@@ -301,19 +287,17 @@ class Session:
         if found is not None:
             self.publish(found)
 
-    def _end_wait_for_store(self, still: float) -> None:
-        """A thread that waits for a key of the store, to create a group, does not notice that connections broke."""
+    def _end_wait_for_store(self, waited: float) -> None:
+        """End the wait of a program that creates a group: it waits for a key of the store, not for a connection."""
         self._broken_since = self._broken_since or time.monotonic()
-        if still > _GRACE_SECONDS and time.monotonic() - self._broken_since > _GRACE_SECONDS:
-            break_store_connection()
-            self._broken_since = float("inf")
-
-
-def _entered(frame: FrameType) -> str:
-    """The function of torch.distributed that the program called."""
-    while frame.f_back is not None and frame.f_back.f_code.co_filename.endswith(_WAITING_FILES):
-        frame = frame.f_back
-    return frame.f_code.co_name
+        if waited < _GRACE_SECONDS or time.monotonic() - self._broken_since < _GRACE_SECONDS:
+            return
+        functions = self._program.functions
+        if "_new_process_group_helper" in functions and "init_process_group" not in functions:
+            # again and again: on a busy machine the thread may look at the store too late, or go on to connect
+            break_store_connection(self._store)
+            break_connections()
+            self._broken_since = time.monotonic()
 
 
 class _Peer:

@@ -94,6 +94,9 @@ def note_of(text: str) -> Note:
 class Monitor(Protocol):
     """What watches the collectives of this process; it may raise instead of letting one begin."""
 
+    def is_current(self) -> bool:
+        """Whether the world that it watches is that of this process, still."""
+
     def begin(self, group: str, note: Note) -> None:
         """A collective of this group is about to begin."""
 

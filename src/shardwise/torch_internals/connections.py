@@ -20,7 +20,7 @@ __all__ = [
     "world_store",
 ]
 
-_HIDDEN_SECONDS = 0.3
+_HIDDEN_SECONDS = 0.1
 
 
 def world_store() -> Any:
@@ -71,12 +71,11 @@ def break_connections() -> int:
     return broken
 
 
-def break_store_connection() -> int:
+def break_store_connection(store: Any) -> int:
     """Break the connection to the store, which ends a wait for one of its keys, as where a group is being created.
 
     Returns the number of broken connections; a store in a file, which cannot be read for a moment, counts as one.
     """
-    store = world_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if (path := getattr(store, "path", None)) is not None:

@@ -29,4 +29,6 @@ def compile_function(function: Callable[..., Any], inputs: Sequence[Tensor]) -> 
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     with torch.no_grad(), tracing(TracingContext(mode)):
         module = make_fx(function, tracing_mode="real")(*inputs)
-        return torch._inductor.compile(module, list(inputs))  # type: ignore[no-any-return]
+        # plain random ops draw from torch's generators, as in eager mode, instead of inductor's own
+        with torch._inductor.config.patch(fallback_random=True):
+            return torch._inductor.compile(module, list(inputs))  # type: ignore[no-any-return]

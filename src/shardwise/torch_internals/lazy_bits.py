@@ -11,11 +11,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["resolving_lazy_bits"]
+__all__ = ["is_lazy_zero", "resolving_lazy_bits"]
 
 _KEYS = ("Conjugate", "Negative")
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def is_lazy_zero(x: torch.Tensor) -> bool:
+    """Whether a tensor consists of zeros for which there is no memory, as forward-mode autograd creates them.
+
+    >>> is_lazy_zero(torch.zeros(2)), is_lazy_zero(torch._efficientzerotensor(2))
+    (False, True)
+    """
+    return x._is_zerotensor()
 
 
 def resolving_lazy_bits(

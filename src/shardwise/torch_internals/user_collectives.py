@@ -62,7 +62,7 @@ def note_user_collective(method: str, args: tuple[Any, ...]) -> Note:
 def _monitored(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if monitors:
+        if monitors and monitors[0].is_current():
             monitors[0].begin(self.group_name, note_user_collective(method, args))
         return original(self, *args, **kwargs)
 
@@ -72,7 +72,9 @@ def _monitored(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _monitored_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not monitors or args or kwargs:  # with a timeout of its own, a wait is the program's business
+        if (
+            not monitors or args or kwargs or not monitors[0].is_current()
+        ):  # with a timeout of its own, a wait is the program's business
             return original(self, *args, **kwargs)
         return monitors[0].wait_for(lambda: original(self))
 
