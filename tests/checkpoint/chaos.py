@@ -283,7 +283,9 @@ def worker() -> None:
     # launch, because torchrun keeps its store: init_process_group would find the addresses of ranks that are gone
     sw.launch(train, size, work / "checkpoints", shape, plan, work / "log", death)
     sys.stdout.flush()
-    os._exit(0)  # three times a rank that had finished aborted at its exit under torchrun; the cause is not known
+    os._exit(
+        0
+    )  # three times a rank that had finished aborted at its exit under torchrun; the cause is not known
 
 
 def under_torchrun(restarts: int, ranks: int, seed: int) -> int:

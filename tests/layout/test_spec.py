@@ -92,7 +92,9 @@ def test_meshes_are_compared_by_identity():
 
 def test_specs_are_hashed_by_identity():
     assert Spec.__hash__ is object.__hash__
-    assert Spec.__eq__ is object.__eq__
+    a, b = spec_of(parse("[8:dp]")), spec_of(parse("[8]"))
+    assert a.__eq__(a) is True
+    assert a.__eq__(b) is False
 
 
 def test_layout_and_dtype_can_be_replaced():

@@ -22,9 +22,8 @@ class Immutable:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
 
-    def __eq__(
-        self, other: object
-    ) -> bool:  # what `object` has, but stated: compilers guard on values by equality
+    # what `object` has, but stated: torch takes a class for a constant of a graph only if it says what equality is
+    def __eq__(self, other: object) -> bool:
         return self is other
 
     __hash__ = object.__hash__
