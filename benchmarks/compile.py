@@ -165,6 +165,7 @@ def _programs(x: Tensor, width: int, sequence: bool) -> dict[str, Any]:
 def measure(width: int, length: int, batch: int, sequence: bool, repeat: int) -> dict[str, Any]:
     """Seconds per step of all programs on this rank, their losses, and the collectives of the captured ones."""
     warnings.simplefilter("ignore")
+    torch.compiler.reset()  # else sizes that differ from those of the last call become symbols, too deep for torch's DTensor
     torch.set_num_threads(1)
     torch.manual_seed(1)
     x = torch.randn(batch, length, width)
