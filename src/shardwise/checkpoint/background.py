@@ -72,7 +72,7 @@ def abandon_pending() -> None:
 
 
 def _fail_at_exit() -> None:
-    """End with exit code 1 where a save has failed and nobody has asked for it."""
+    """End the process with exit code 1 if a background save failed and its handle was never waited on."""
     handle = _pending[0]
     if handle is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from shardwise.plan import GroupedStep, Step
 __all__ = ["FILL", "GETITEM", "STRIDED", "Begin", "Finish", "Move", "MoveMany", "is_move"]
 
 
-class _Target:
+class _Target(ABC):
     """A function of a graph: torch.fx writes its name into the code that it generates."""
 
     __module__ = "shardwise.compile.targets"
@@ -30,9 +31,9 @@ class _Target:
         return self.label
 
     @property
+    @abstractmethod
     def label(self) -> str:
-        """How the function is called in a graph."""
-        raise NotImplementedError
+        """The name of the function in a graph."""
 
 
 @dataclass(frozen=True, eq=False)

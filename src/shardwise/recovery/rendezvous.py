@@ -125,7 +125,7 @@ class Rendezvous:
         self._write("finished", True)
 
     def leave(self) -> None:
-        """Leave the run, so that nobody waits for this member; the last one removes the folder."""
+        """Leave the run, so that the other members do not wait for this one; the last to leave removes the folder."""
         with contextlib.suppress(OSError):
             self._write(f"left-{self.member}", True)
             # a process that is stopped may go on later, and is told that it was left behind

@@ -1,4 +1,4 @@
-"""Dead nodes, collectives and writes to memory that nobody reads included."""
+"""Dead-code elimination, including unused collectives and writes to memory that is never read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["remove_dead_code"]
 
 
 def remove_dead_code(graph: fx.Graph) -> int:
-    """Remove the nodes whose results nobody reads; returns their number. Inputs stay.
+    """Remove nodes whose results are never read, and return how many. Inputs stay.
 
     A node that writes in place is alive if an input, or a node after it that is alive, has the memory. All ranks have the same
     graph, so all leave out the same collectives.
