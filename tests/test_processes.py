@@ -7,10 +7,12 @@ many random cases at once, since starting the processes takes long.
 import itertools
 import os
 import random
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.tensor.test_redistribute import USES, bits_of, single_elements, wire_size
 from tests.values import DTYPES, REDUCTIONS, dense_tensor, random_layout, same_bits, take, tensor, value, wide
 
@@ -336,6 +338,36 @@ def in_flight(name):
 
 def test_collectives_overlap_each_other_and_other_work(workers):
     assert workers.run(in_flight, "(4,)") == [[True] * 12] * 4
+
+
+def written_while_it_is_sent(name, placements, at_once):
+    """The redistributions that a write to the source changes; one rank comes late, so that nothing can have been sent before."""
+    mesh, wrong = mesh_of(name), []
+    whole = torch.arange(512.0 * 2048).remainder_(1021).view(512, 2048)  # more than a socket takes
+    for source, target in itertools.permutations(placements, 2):
+        x = tensor(whole, Layout.of(whole.shape, axes_of(mesh), source), mesh)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(0.1)
+        if at_once:
+            (y,) = sw.redistribute_many([x], [target], async_op=True)
+        else:
+            y = x.redistribute(placements=target, async_op=True)
+        if dist.get_rank():
+            x.to_local().fill_(-1.0)
+        if not torch.equal(y.full_tensor(), whole):
+            wrong.append((source, target))
+    return wrong
+
+
+ON_A_LINE = ([Shard(0)], [Shard(1)], [Replicate()])
+ON_A_SQUARE = ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(1)])
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["redistribute", "redistribute_many"])
+@pytest.mark.parametrize(("name", "placements"), [("(4,)", ON_A_LINE), ("(2, 2)", ON_A_SQUARE)])
+def test_a_block_may_be_written_to_while_it_is_sent(workers, name, placements, at_once):
+    assert workers.run(written_while_it_is_sent, name, placements, at_once) == [[]] * 4
 
 
 # ---- gradients

@@ -34,8 +34,6 @@ PATHS = [
     ".parallel.style",
 ]
 """The modules that torch documents."""
-TO_COME = {"context_parallel"}
-"""Public names of torch that shardwise does not have yet."""
 OURS = {"DivergenceError", "PlanError", "linear_cross_entropy", "picture", "sanitize"}
 """Names in these modules that torch does not have."""
 ADDED = {
@@ -97,16 +95,11 @@ def test_every_name_is_documented(name):
 @pytest.mark.parametrize("path", PATHS)
 def test_every_public_name_of_the_installed_torch_is_there(path):
     ours, theirs = our_module(path), torch_module(path)
-    assert set(theirs.__all__) - set(ours.__all__) <= TO_COME
+    assert set(theirs.__all__) <= set(ours.__all__)
     assert all(hasattr(ours, name) for name in ours.__all__)
     if path:
         assert list(ours.__all__) == sorted(ours.__all__)
         assert set(ours.__all__) <= {*vars(theirs), *OURS, *DATA_PARALLEL}
-
-
-def test_no_name_that_is_to_come_is_there_already():
-    assert not TO_COME & {name for path in PATHS for name in our_module(path).__all__}
-    assert {name for path in PATHS for name in torch_module(path).__all__} >= TO_COME
 
 
 def test_the_modules_of_torch_are_those_that_this_file_compares():
@@ -134,7 +127,7 @@ SIGNATURES = [
     f"{path}.{name}".removeprefix(".")
     for path in PATHS
     for name in torch_module(path).__all__
-    if name not in TO_COME and inspect.isfunction(getattr(torch_module(path), name))
+    if inspect.isfunction(getattr(torch_module(path), name))
 ] + [
     "DTensor.from_local",
     "DTensor.to_local",

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -228,19 +230,31 @@ def kept_blocks():
     return [one.block for one in kept_moves._slots.kept if one.block is not None]
 
 
-def test_a_block_is_freed_with_its_tensor_and_at_most_two_are_kept(mesh):
+def test_a_block_is_freed_with_its_tensor(mesh):
     kept_moves.forget_moves()
     tensors = [sw.distribute_tensor(values(6, 6, seed=i), mesh, [Shard(1)]) for i in range(4)]
     for n, x in enumerate(tensors):
         x.cumsum(1)
-        assert len(kept_blocks()) == min(n + 1, 2)
-    gone = weakref.ref(kept_blocks()[0].ranks[0])
+        assert len(kept_blocks()) == n + 1
+    gone = weakref.ref(kept_blocks()[2].ranks[0])
     slots = len(kept_moves._slots.kept)
     del x, tensors[2]
     gc.collect()
     assert gone() is None
-    assert len(kept_blocks()) == 1
+    assert len(kept_blocks()) == 3
     assert len(kept_moves._slots.kept) == slots  # a slot is not freed earlier on one rank than on another
+
+
+def test_all_kept_blocks_together_take_no_more_than_the_policy_says(mesh):
+    kept_moves.forget_moves()
+    tensors = [sw.distribute_tensor(values(6, 6, seed=i), mesh, [Shard(1)]) for i in range(40)]
+    with sw.policy(reuse=3 * 36 * 8 + 100):
+        for n, x in enumerate(tensors):
+            x.cumsum(1)
+            assert len(kept_blocks()) == min(n + 1, 3)
+    for x in tensors:  # there is room, but looking for one takes time
+        x.cumsum(1)
+    assert len(kept_blocks()) == kept_moves._MOST
 
 
 def test_a_tensor_can_be_swapped_and_copied_while_a_block_of_it_is_kept(mesh):
@@ -296,6 +310,114 @@ def test_programs_of_reads_and_writes_equal_dense_and_send_no_more(data):
                 rest.remove(step)
             for rank in got.full_tensor().ranks:
                 torch.testing.assert_close(rank, read(dense[i]))
+
+
+HEADS = 8
+
+
+def rotate(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def attention(h, norm, weights, biases, cos, sin):
+    """A block of a transformer: between two uses of `x` other tensors are moved, if they are split."""
+    x = functional.layer_norm(h, (HIDDEN,), norm)
+    heads = []
+    for number in range(3):
+        y = linear(x, weights[number], biases[number]).unflatten(-1, (HEADS, -1)).transpose(-3, -2)
+        if number < 2:
+            y = rotate(y, cos, sin)
+            y = y / (y.norm(dim=-1, keepdim=True) + 1)
+        heads.append(y)
+    q, k, v = heads
+    mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+    return h + linear(mixed.transpose(-3, -2).flatten(-2), weights[3])
+
+
+MODES = {
+    "no_grad": attention,
+    "grad": attention,
+    "checkpoint": lambda *args: checkpoint(attention, *args, use_reentrant=False),
+    "reentrant": lambda *args: checkpoint(attention, *args, use_reentrant=True),
+}
+
+
+def attention_operands():
+    width = 8 * HEADS
+    full = [values(width, HIDDEN, seed=i) for i in (1, 2, 3)]
+    tables = [values(SEQUENCE, 8, seed=i) for i in (8, 9)]
+    return (
+        values(HIDDEN, seed=4).abs(), [*full, values(HIDDEN, width, seed=5)],
+        [values(width, seed=i) for i in (5, 6, 7)], *tables,
+    )  # fmt: skip
+
+
+def sent_by_attention(mesh, shape, mode, split):
+    """What a block of a transformer sends in its forward and backward pass, its result and the gradients."""
+    norm, full, biases, *tables = attention_operands()
+
+    def distributed(t, placement):
+        return sw.distribute_tensor(t, mesh, [placement]).requires_grad_(mode != "no_grad")
+
+    ours = (
+        distributed(norm, Replicate()),
+        [distributed(w, Shard(i // 3)) for i, w in enumerate(full)],
+        [distributed(b, Shard(0)) for b in biases],
+        *[distributed(t, Shard(0) if split else Replicate()).detach() for t in tables],
+    )
+    h = distributed(values(*shape), Shard(len(shape) - 2))
+    with torch.set_grad_enabled(mode != "no_grad"), counting() as forward:
+        y = MODES[mode](h, *ours)
+    z = y.redistribute(placements=h.placements)
+    with counting() as backward:
+        if mode != "no_grad":
+            z.sin().sum().backward()
+    return forward, backward, y, [h.grad, ours[0].grad, *[t.grad for t in (*ours[1], *ours[2])]]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(2, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)])
+def test_a_block_of_a_transformer_moves_its_input_once(mesh, mode, split, shape):
+    forward, backward, y, grads = sent_by_attention(mesh, shape, mode, split)
+    assert steps(forward) == ["all-gather"] * (3 if split else 1)
+    operands = attention_operands()
+    dense = [values(*shape), operands[0], *operands[1], *operands[2]]
+    h, norm, *rest = (t.clone().requires_grad_() for t in dense)
+    want = attention(h, norm, rest[:4], rest[4:], *operands[3:])
+    torch.testing.assert_close(y.full_tensor().ranks[2], want.detach())
+    if mode == "no_grad":
+        return
+    # the gradient of the result is gathered, and where the input of the linears is computed again, so is that
+    assert steps(backward) == ["all-gather"] * (1 if mode == "grad" else 2) + ["reduce-scatter"]
+    want.sin().sum().backward()
+    for got, t in zip(grads, (h, norm, *rest), strict=True):
+        torch.testing.assert_close(got.full_tensor().ranks[1], t.grad)
+
+
+def test_what_a_checkpoint_saved_is_kept_no_longer_than_it_lives(mesh):
+    kept_moves.forget_moves()
+    results = sent_by_attention(mesh, (2, SEQUENCE, HIDDEN), "checkpoint", False)
+    del results
+    gc.collect()
+    assert not kept_blocks()
+
+
+def _attention_on_a_rank():
+    mesh = sw.init_device_mesh("cpu", (4,))
+    out = []
+    for mode in MODES:
+        forward, backward, y, _ = sent_by_attention(mesh, (2, SEQUENCE, HIDDEN), mode, True)
+        out.append((steps(forward), steps(backward), y.sum().item()))
+    return out
+
+
+def test_a_block_of_a_transformer_on_processes(workers):
+    every = workers.run(_attention_on_a_rank)
+    assert every[0] == every[1] == every[2] == every[3]
+    assert [len(forward) for forward, _, _ in every[0]] == [3] * 4
+    assert [backward.count("reduce-scatter") for _, backward, _ in every[0]] == [0, 1, 1, 1]
 
 
 def _on_a_rank():

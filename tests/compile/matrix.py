@@ -39,13 +39,13 @@ def program(make: Program) -> Program:
 def tensor(mesh, *shape, at=S0, grad=True, seed=0, dtype=torch.float32):
     """A distributed tensor of known numbers."""
     dense = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    x = sw.distribute_tensor(dense, mesh, [at])
+    x = sw.distribute_tensor(dense, mesh, [at], src_data_rank=None)
     return x.requires_grad_() if grad else x
 
 
 def numbers(mesh, high, *shape, at=R, seed=0):
     dense = torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
-    return sw.distribute_tensor(dense, mesh, [at])
+    return sw.distribute_tensor(dense, mesh, [at], src_data_rank=None)
 
 
 # ---- ops

@@ -47,9 +47,10 @@ def test_size_of_the_matrix():
     assert len(PROGRAMS) >= 60
 
 
-@pytest.mark.parametrize("backend", BACKENDS if DEEP else ["aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS if DEEP else ["eager", "aot_eager"])
 def test_matrix(pair, backend):
-    for found in pair.run(check_all, list(PROGRAMS) if DEEP else QUICK, backend):
+    quick = QUICK if backend == "aot_eager" else ["checkpointed_dropout", "loss_parallelized"]
+    for found in pair.run(check_all, list(PROGRAMS) if DEEP else quick, backend):
         assert set(found.values()) == {"ok"}, {k: v for k, v in found.items() if v != "ok"}
 
 
@@ -175,6 +176,23 @@ def test_a_scope_in_compiled_code_ends_with_it():
             torch.compile(failing, backend="aot_eager", fullgraph=True)(x, plain)
         with pytest.raises(Exception, match="plain tensor"):
             torch.compile(lambda x, y: x + y, backend="aot_eager", fullgraph=True)(x, plain)
+        with pytest.raises(sw.PlainTensorError):
+            x + plain
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_error_while_compiled_code_runs_leaves_the_scope(backend):
+    with sw.compile.fake_mesh((2,), ("tp",)) as mesh:
+        x, plain = tensor(mesh, 4, 6), torch.ones(4, 6)
+
+        def scoped(x, plain, index):
+            with sw.policy(plain="replicate"):
+                return nn.functional.embedding(index, plain) + x.sum()
+
+        f = torch.compile(scoped, backend=backend, fullgraph=True)
+        assert f(x, plain, torch.tensor(3)).shape == (6,)
+        with pytest.raises(IndexError):
+            f(x, plain, torch.tensor(4))  # found when the embedding runs, inside the scope
         with pytest.raises(sw.PlainTensorError):
             x + plain
 

@@ -72,6 +72,13 @@ def _embedding_bag() -> Any:
     return functional.embedding_bag(indices(99, ROWS, 1), weight)
 
 
+def _masked_scatter() -> Any:
+    """Every block has a value for each row of its mask; only the second has more rows than values."""
+    mask = torch.zeros(ROWS, 5, dtype=torch.bool)
+    mask[BAD_ROW] = True
+    return table().masked_scatter(split(mask), split(torch.zeros(0)))
+
+
 NAN = torch.tensor([[float("nan"), 0.0], [0.0, 1.0]])
 VALUE_ERRORS: dict[str, ValueError_] = {
     "embedding": ValueError_(lambda: functional.embedding(indices(), whole(torch.ones(10, 4))), "index out of range"),
@@ -117,6 +124,53 @@ VALUE_ERRORS: dict[str, ValueError_] = {
     ),
     "bincount": ValueError_(lambda: torch.bincount(indices(-1)), "non-negative"),
     "bucketed histogram": ValueError_(lambda: torch.histc(numbers(float("nan"))), "finite"),
+    "put_": ValueError_(lambda: whole(torch.ones(10)).put_(indices(), split(torch.ones(ROWS))), "out of range"),
+    "masked_scatter": ValueError_(lambda: _masked_scatter(), "number of ones"),
+    "index_add": ValueError_(lambda: whole(torch.ones(10, 2)).index_add(0, indices(), split(torch.ones(ROWS, 2))), "out of"),
+    "index_copy": ValueError_(lambda: whole(torch.ones(10, 2)).index_copy(0, indices(), split(torch.ones(ROWS, 2))), "out of"),
+    "index_fill": ValueError_(lambda: whole(torch.ones(10, 2)).index_fill(0, indices(), 2.0), "out of"),
+    "index_reduce": ValueError_(
+        lambda: whole(torch.ones(10, 2)).index_reduce(0, indices(), split(torch.ones(ROWS, 2)), "prod"), "out of"
+    ),
+    "index_put, accumulated": ValueError_(
+        lambda: whole(torch.ones(10)).index_put((indices(),), split(torch.ones(ROWS)), accumulate=True), "out of"
+    ),
+    "x[index]": ValueError_(lambda: whole(torch.ones(10, 4))[indices()], "out of"),
+    "x[index] of negative": ValueError_(lambda: whole(torch.ones(10, 4))[indices(-11)], "out of"),
+    "x[i, j]": ValueError_(lambda: whole(torch.ones(10, 12))[indices(0), indices(77)], "out of"),
+    "embedding with max_norm": ValueError_(
+        lambda: functional.embedding(indices(), whole(torch.ones(10, 4)), max_norm=1.0), "out of range"
+    ),
+    "multilabel_margin_loss": ValueError_(
+        lambda: functional.multilabel_margin_loss(table(), indices(99, ROWS, 5)), "out of range"
+    ),
+    "cross_entropy with weights": ValueError_(
+        lambda: functional.cross_entropy(table(), indices(), weight=whole(torch.ones(5))), "Target 99 is out of bounds"
+    ),
+    "nll_loss of pixels": ValueError_(
+        lambda: functional.nll_loss(split(torch.ones(ROWS, 5, 2)), indices(99, ROWS, 2)), "out of bounds"
+    ),
+    "svd": ValueError_(lambda: torch.linalg.svd(matrices(NAN))[1], "linalg"),
+    "solve_triangular of lu": ValueError_(lambda: torch.linalg.lu_factor(matrices(torch.zeros(2, 2)))[0], "linalg"),
+    "matrix_power": ValueError_(lambda: torch.linalg.matrix_power(matrices(torch.zeros(2, 2)), -1), "singular"),
+    "integer fmod": ValueError_(lambda: torch.fmod(split(torch.full((ROWS,), 8)), 1 - indices(1)), "ZeroDivision"),
+    "integer division, truncated": ValueError_(
+        lambda: torch.div(split(torch.full((ROWS,), 8)), 1 - indices(1), rounding_mode="trunc"), "ZeroDivision"
+    ),
+    "integer division in place": ValueError_(
+        lambda: split(torch.full((ROWS,), 8)).floor_divide_(1 - indices(1)), "ZeroDivision"
+    ),
+    "normal": ValueError_(lambda: torch.normal(0.0, numbers(-1.0)), "std"),
+    "binomial": ValueError_(lambda: torch.binomial(numbers(-1.0, 3.0), numbers(0.5)), "count"),
+    "max_unpool1d": ValueError_(
+        lambda: functional.max_unpool1d(split(torch.ones(ROWS, 1, 2)), indices(99, ROWS, 1, 2), 2), "invalid max index"
+    ),
+    "max_unpool2d": ValueError_(
+        lambda: functional.max_unpool2d(split(torch.ones(ROWS, 1, 2, 2)), indices(99, ROWS, 1, 2, 2), 2), "invalid max"
+    ),
+    "searchsorted": ValueError_(
+        lambda: torch.searchsorted(table(), split(torch.ones(ROWS, 1)), sorter=indices(99, ROWS, 5)), "sorter"
+    ),
     "_assert_async": ValueError_(lambda: _assert_async(numbers(0.0)), "Expected"),
 }  # fmt: skip
 

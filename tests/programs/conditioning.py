@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -21,6 +22,9 @@ _EXACT = frozenset(
 _SUMS = frozenset({"sum", "mean", "nansum", "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "cumsum"})
 """Ops whose terms may cancel: where they give 0, those in another order give a rounding error of the terms."""
 
+_UPDATES = frozenset({"add_", "sub_", "mul_", "div_", "addcdiv_", "addcmul_", "lerp_"})
+"""In-place ops that round, as those of optimizers."""
+
 
 class Rounding(TorchDispatchMode):
     """Change the floating-point results of ops by some units in the last place."""
@@ -34,18 +38,20 @@ class Rounding(TorchDispatchMode):
     ) -> Any:
         out = resolving_lazy_bits(lambda args, kwargs: func(*args, **kwargs))(args, kwargs or {})
         name = func.__name__.split(".")[0]
-        if any(a.alias_info is not None for a in func._schema.arguments) or name in _EXACT:
+        if name in _EXACT or (name not in _UPDATES and any(a.alias_info for a in func._schema.arguments)):
             return out
-        terms = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()] if name in _SUMS else []
-        largest = max((float(a.abs().nan_to_num(0).max()) for a in terms if a.numel()), default=0.0)
-        return tree_map_only(Tensor, lambda t: self._round(t, largest), out)
+        with no_dispatch():  # a transform that traces would trace the rounding, too
+            terms = (
+                [a for a in args if isinstance(a, Tensor) and a.is_floating_point()] if name in _SUMS else []
+            )
+            largest = max((float(a.abs().nan_to_num(0).max()) for a in terms if a.numel()), default=0.0)
+            return tree_map_only(Tensor, lambda t: self._round(t, largest), out)
 
     def _round(self, t: Tensor, largest: float) -> Tensor:
         if not (t.dtype.is_floating_point or t.dtype.is_complex) or t.layout is not torch.strided:
             return t
-        if (
-            t._is_zerotensor()
-        ):  # a derivative that is 0, of a forward-mode transform: it has no memory that could be written to
+        # a derivative that is 0, of a forward-mode transform, has no memory that could be written to
+        if t._is_zerotensor() or any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
             return t
         unit = 4 * torch.finfo(t.dtype).eps
         signs = torch.randint(-1, 2, t.shape, generator=self.generator)

@@ -70,7 +70,7 @@ class Outcome:
         described: what Python can see of each tensor, apart from its values, after each statement.
         values: every number, and every tensor with its gradient, at the end.
         derives_views: whether a view's base was written to, after which torch differentiates the view by its strides; for
-            tensor subclasses it runs the view op again, and the gradients have other strides.
+            tensor subclasses it runs the view op again, and the gradients have other strides, and a graph if they are empty.
     """
 
     errors: list[str] = field(default_factory=list)
@@ -253,6 +253,8 @@ def difference(program: Program, mesh: sw.DeviceMesh, dense: Outcome | None = No
                 "error", f"statement {i} raises {got or 'nothing'}, not {program.statements[i].raises}"
             )
         if difference := _described_differently(mine.described[i], dense.described[i], dense.derives_views):
+            if _depends_on_rounding(program, dense, i):
+                return None
             return Difference("description", f"after statement {i}, {difference}")
     wrong = [name for name, want in dense.values.items() if not _close(mine.values.get(name), want)]
     if not wrong or any("] = " in s.code for s in program.statements if s.raises):
@@ -265,6 +267,16 @@ def difference(program: Program, mesh: sw.DeviceMesh, dense: Outcome | None = No
         if not _explained(got, want, [trial.values.get(name) for trial in trials]):
             return Difference("values", f"{name} is {_shown(got)}, not {_shown(want)}")
     return None
+
+
+def _depends_on_rounding(program: Program, dense: Outcome, i: int) -> bool:
+    """Whether dense runs with other rounding errors give tensors of another shape, as `unique` may."""
+    sizes = [
+        [re.sub(r" strides.*", "", text) for _, text in sorted(run.described[i].items())]
+        for run in (dense, *(run_dense(program, seed) for seed in range(8)))
+        if i < len(run.described)
+    ]
+    return any(s != sizes[0] for s in sizes)
 
 
 def _lost_views(mine: Sequence[Mapping[str, str]], dense: Sequence[Mapping[str, str]]) -> bool:
@@ -291,7 +303,9 @@ def _described_differently(mine: Mapping[str, str], dense: Mapping[str, str], de
 
 
 def _without_strides(text: str) -> str:
-    return re.sub(r" strides \[[^]]*\]( contiguous)?", "", text)
+    text = re.sub(r" strides \[[^]]*\]( contiguous)?", "", text)
+    # torch gives zeros without a graph as the gradient of a view without elements
+    return re.sub(r" requires_grad| leaf", "", text) if re.search(r"[\[ ]0[,\]]", text) else text
 
 
 def _close(got: Any, want: Any) -> bool:
@@ -317,9 +331,28 @@ def _tensors_close(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want, rtol=tolerance, atol=tolerance * max(scale, 1.0), equal_nan=True)
 
 
-def _explained(got: Any, want: Any, trials: Iterable[Any]) -> bool:
-    """Whether dense runs with other rounding errors differ from the dense run, too."""
-    return any(not _close([trial] if isinstance(trial, Tensor) else trial, want) for trial in trials)
+def _explained(got: Any, want: Any, trials: Sequence[Any]) -> bool:
+    """Whether dense runs with other rounding errors differ from the dense run, too, and about as much."""
+    if all(_close([t] if isinstance(t, Tensor) else t, want) for t in trials):
+        return False
+    tensors = [t for t in trials if isinstance(t, Tensor)]
+    if not isinstance(want, Tensor) or not isinstance(got, list) or len(tensors) < len(trials):
+        return True
+    if any(t.shape != want.shape or t.dtype != want.dtype for t in (*got, *tensors)):
+        return all(t.dtype == want.dtype for t in got)  # how many values there are may depend on rounding
+    # eight runs do not find the largest change, but its order of magnitude
+    return _largest_change(got, want) <= 50 * _largest_change(tensors, want)
+
+
+def _largest_change(found: Iterable[Tensor], want: Tensor) -> float:
+    changes = [
+        (_exact(t) - _exact(want)).abs().nan_to_num(math.inf) for t in found if not torch.equal(t, want)
+    ]
+    return max((float(c.max()) for c in changes if c.numel()), default=0.0)
+
+
+def _exact(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.dtype.is_complex else torch.float64)
 
 
 def _shown(value: Any) -> str:

@@ -112,8 +112,10 @@ def optimizer(d: Drawing) -> str | None:
         return None
     p = "[" + ", ".join(leaves) + "]"
     which = d.rng.choice(_OPTIMIZERS)
+    # torch's fused kernels for the CPU take the memory of parameters for contiguous, and write to elements of others
+    is_contiguous = all(d[x].is_contiguous() for x in leaves)
     kinds = ["", ", foreach=True", ", foreach=False"] + (
-        [", fused=True"] if which.startswith(_FUSED) and "maximize" not in which else []
+        [", fused=True"] if is_contiguous and which.startswith(_FUSED) and "maximize" not in which else []
     )
     call = which.replace("(p", f"({p}").removesuffix(")") + d.rng.choice(kinds) + ")"
     if d.rng.random() < 0.08:

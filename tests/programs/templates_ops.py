@@ -374,7 +374,7 @@ _MORE = {
     ),
     "i1": ("{x}.abs().flatten().bincount()", "F.one_hot({x}.abs(), 8)", "{x}.cumsum({d})", "{x}.cumprod({d})", "torch.bitwise_and({x}, {s})", "{x}.unique(return_inverse=True)[1]", "{x}.histc(3)" , "torch.unique_consecutive({x})", "{x}.float().softmax({d})", "torch.gcd({x}, {s})"),
     "c1": ("{x} @ {x}.mH", "torch.fft.fft2({x}[None])", "torch.linalg.vector_norm({x}, dim={d})", "torch.polar({x}.abs(), {x}.angle())", "{x}.mH", "{x}.conj()[0]", "{x}.sum({d}).conj()", "torch.view_as_complex(torch.view_as_real({x}) * 2)", "torch.vdot({x}.flatten(), {x}.flatten())"),
-    "b1": ("{x}.nonzero()", "torch.where({x}, {x}.long(), {x}.sum())", "{x}.int().argmax({d})", "{x}.logical_xor({x}.flip({d}))", "{x}.cumsum({d}) > 1", "torch.count_nonzero({x}, {d})", "{x}.view(torch.uint8)"),
+    "b1": ("{x}.nonzero()", "torch.where({x}, {x}.long(), {x}.sum())", "{x}.int().argmax({d})", "{x}.logical_xor({x}.flip({d}))", "{x}.cumsum({d}) > 1", "torch.count_nonzero({x}, {d})", "{x}.view(torch.uint8).clone()"),
 }  # fmt: skip
 
 

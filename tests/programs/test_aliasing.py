@@ -471,7 +471,6 @@ def _with_layouts(line, values):
         "y = x * 1; v = y[0]; y.retain_grad(); y.t_()",
         "v = x[0]; exec('with torch.no_grad(): x.t_()', {'torch': torch, 'x': x})",
         "y = x.detach().clone(); v = y[0]; y.t_(); y.requires_grad_(); v.sum().backward()",
-        "y = x.detach().clone(); v = y[0]; y.resize_(5, 4)",
     ],
 )
 def test_what_views_cannot_follow_is_refused(lines):

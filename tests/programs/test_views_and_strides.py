@@ -32,6 +32,29 @@ PROGRAMS = (
     """x = make((4, 3), L, grad=True)
     (torch.normal(x, 1.0) * 2).sum().backward()
     g = x.grad""",
+    """x = make((4, 3), L, grad=True)
+    (g,) = torch.autograd.grad(x.abs().amax(), [x], create_graph=True)
+    (h,) = torch.autograd.grad(g.sin().sum(), [x])
+    w = torch.where(h != 0, h, x)""",
+    """x = make((4, 3), L, 'float64')
+    with torch.inference_mode(): y = x * 2
+    y.detach().mul_(3)
+    torch.add(x, 1, out=y.detach())""",
+    """x = make((6,), L0, 'float64')
+    n = torch._neg_view(x)
+    i = make((6,), L0, 'int64') % 6
+    n.scatter_add_(0, i, n)
+    n.index_put_((i,), n, accumulate=True)
+    n[1:].add_(n[:-1])
+    x[1:].add_(n[:-1])
+    n[1:].add_(x[:-1])
+    x.scatter_add_(0, i, n)""",
+    """z = make((6,), L0, 'complex128')
+    c = z.conj()
+    i = make((6,), L0, 'int64') % 6
+    c.index_add_(0, i, c)
+    c.imag.scatter_add_(0, i, c.imag)
+    c[1:].add_(c[:-1])""",
 )
 
 
@@ -48,7 +71,15 @@ def test_writes_to_overlapping_views_with_lazy_bits(view, layout):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_shape_changes_and_gradients(program, layout):
     with simulated_mesh((2,)) as mesh:
-        run_program([line.strip().replace("L,", f"{layout!r},") for line in program.split("\n")], mesh)
+        run_program(
+            [
+                line.strip()
+                .replace("L0,", repr("P" if layout == "1" else layout) + ",")
+                .replace("L,", f"{layout!r},")
+                for line in program.split("\n")
+            ],
+            mesh,
+        )
 
 
 def _strides(t):

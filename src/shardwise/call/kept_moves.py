@@ -26,9 +26,9 @@ from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.subclass import version, view_base
 from shardwise.torch_internals.tracing import is_recorded
 
-__all__ = ["forget_moves", "move_once", "unshared"]
+__all__ = ["forget_moves", "keep_lineage", "move_once", "unshared"]
 
-_MOST = 2  # an activation, and a weight that is gathered between two uses of it
+_MOST = 16  # so that finding one stays quick; how much memory they take is `policy(reuse=...)`
 
 
 class _Token:
@@ -43,14 +43,35 @@ class _Token:
         self.owner = owner
 
 
-_NAME = "_shardwise_token"
+class _Lineage(NamedTuple):
+    """What a detached tensor was detached from: all elements of the tensor of a token, which has the spec `of_root`."""
+
+    owner: int
+    token: _Token
+    of_root: Spec
 
 
-def _token_of(x: DTensor) -> _Token:
-    known = x.__dict__.get(_NAME)
-    if not isinstance(known, _Token) or known.owner != id(x):
-        known = x.__dict__[_NAME] = _Token(id(x))
-    return known
+_NAME, _LINEAGE = "_shardwise_token", "_shardwise_lineage"
+
+
+def _lineage_of(x: DTensor) -> tuple[_Token, Spec]:
+    """The token of the tensor that has the memory of `x` as all ranks see it, and its spec."""
+    known = x.__dict__.get(_LINEAGE)
+    if isinstance(known, _Lineage) and known.owner == id(x):
+        return known.token, known.of_root
+    token = x.__dict__.get(_NAME)
+    if not isinstance(token, _Token) or token.owner != id(x):
+        token = x.__dict__[_NAME] = _Token(id(x))
+    return token, x._spec
+
+
+def keep_lineage(detached: DTensor, x: DTensor) -> None:
+    """Let a detached tensor be recognized as the one that it is detached from, with which it shares its versions.
+
+    Activation checkpointing detaches what autograd saves, once for each consumer, and drops the tensor itself.
+    """
+    if (root := _root_of(x)) is not None:
+        detached.__dict__[_LINEAGE] = _Lineage(id(detached), *_lineage_of(root))
 
 
 class _Origin(NamedTuple):
@@ -62,18 +83,30 @@ class _Origin(NamedTuple):
 
 
 class _Kept:
-    """A moved block, and the tensor that it was moved from."""
+    """A moved block of so many bytes, and the tensor that it was moved from."""
 
-    __slots__ = ("block", "blocks", "memory", "of_root", "spec", "state", "target", "token", "version")
+    __slots__ = (
+        "block",
+        "blocks",
+        "memory",
+        "of_root",
+        "size",
+        "spec",
+        "state",
+        "target",
+        "token",
+        "version",
+    )
 
-    def __init__(self, origin: _Origin, target: Layout, block: Tensor) -> None:
+    def __init__(self, origin: _Origin, target: Layout, block: Tensor, size: int) -> None:
         root = origin.root
-        self.spec, self.target, self.of_root = origin.spec, target, root._spec
+        token, self.of_root = _lineage_of(root)
+        self.spec, self.target, self.size = origin.spec, target, size
         self.block: Tensor | None = block
         self.memory: Memory | None = memory_of(origin.blocks[0])
         self.blocks: tuple[Tensor, ...] = origin.blocks
         self.state, self.version = self.memory.state(origin.blocks), version(root)
-        self.token = weakref.ref(_token_of(root), self.release)
+        self.token = weakref.ref(token, self.release)
 
     def release(self, _: Any = None) -> None:
         """Free the memory."""
@@ -83,9 +116,10 @@ class _Kept:
     def find(self, origin: _Origin, target: Layout) -> Tensor | None:
         """The block, if it is that of a tensor in a layout and nothing was written since."""
         root, memory = origin.root, self.memory
-        if self.token() is not _token_of(root) or memory is None or self.target is not target:
+        token, of_root = _lineage_of(root)
+        if self.token() is not token or memory is None or self.target is not target:
             return None
-        if self.spec is not origin.spec or self.of_root is not root._spec or self.version != version(root):
+        if self.spec is not origin.spec or self.of_root is not of_root or self.version != version(root):
             return None
         if not shares_memory(memory.block, origin.blocks[0]) or memory.state(self.blocks) != self.state:
             return None
@@ -119,7 +153,8 @@ def move_once(t: Tensor, plan: Plan, move: Callable[[], Tensor]) -> Tensor:
     The caller must not write to it, nor return a tensor that shares its memory.
     """
     size = largest_block(plan.target) * t.dtype.itemsize
-    origin = _origin(t) if plan.collectives and size <= current_settings().reuse else None
+    limit = current_settings().reuse
+    origin = _origin(t) if plan.collectives and size <= limit else None
     if origin is None:
         return move()
     kept = _slots.kept
@@ -127,10 +162,10 @@ def move_once(t: Tensor, plan: Plan, move: Callable[[], Tensor]) -> Tensor:
         if (block := one.find(origin, plan.target)) is not None:
             kept.append(kept.pop(i))
             return block
-    while len(kept) >= _MOST:
+    while kept and (len(kept) >= _MOST or size + sum(one.size for one in kept) > limit):
         kept.pop(0).release()  # before the next one takes memory
     block = move()
-    kept.append(_Kept(origin, plan.target, block))
+    kept.append(_Kept(origin, plan.target, block, size))
     return block
 
 
@@ -138,17 +173,24 @@ def _origin(t: Tensor) -> _Origin | None:
     """What a tensor is; None if that cannot be told, or if writes to it are not counted."""
     if not isinstance(t, DTensor) or t.is_inference() or t.dtype.is_complex:
         return None
-    above = view_base(t)
-    root = t if above is None else above
-    if not isinstance(root, DTensor) or root.dtype is not t.dtype:
-        return None
-    # shape and strides tell how the elements of a view are arranged only if it has them all
-    if root is not t and not (root.numel() == t.numel() and _is_dense(t) and _is_dense(root)):
+    root = _root_of(t)
+    if root is None:
         return None
     block, whole = _memory(t), _memory(root)
     if block is None or whole is None or not _is_plain(block) or not shares_memory(block, whole):
         return None
     return _Origin(root, t._spec, (block, whole))
+
+
+def _root_of(t: DTensor) -> DTensor | None:
+    """The tensor whose elements are those of `t`, in an order that shape and strides tell: itself, or what it is a view of."""
+    above = view_base(t)
+    if above is None:
+        return t
+    if not isinstance(above, DTensor) or above.dtype is not t.dtype:
+        return None
+    # of a view that has not all of them, shape and strides do not tell which
+    return above if above.numel() == t.numel() and _is_dense(t) and _is_dense(above) else None
 
 
 def _is_unwritten(origin: _Origin, known: Sequence[Tensor]) -> bool:

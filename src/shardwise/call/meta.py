@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
+from shardwise.call.cpu_strides import CPU_KERNELS
 from shardwise.call.memory_formats import convolution
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
@@ -78,6 +79,8 @@ def _described(value: Any) -> Any:
 
 def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warn: bool) -> list[Any] | None:
     kernel = _KERNELS.get(func, func)
+    if func in CPU_KERNELS and _device_type(args[0]) == "cpu":
+        kernel = CPU_KERNELS[func]
     try:
         result = kernel(*on_meta(args), **on_meta(kwargs))
     except REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
@@ -146,11 +149,15 @@ _MASKED = {
 }
 
 
+def _device_type(x: Tensor) -> str:
+    """The type of the device of a tensor, also in a dry run, where tensors are on the meta device."""
+    return x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type
+
+
 def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
     """The dtype of a norm's statistics, for its arguments: the input, then weights and running statistics, if any."""
     x = args[0]
-    device = x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type  # meta in a dry run
-    if device != "cpu":
+    if _device_type(x) != "cpu":
         return torch.promote_types(x.dtype, torch.float32)
     weights = [t for t in args[1:5] if isinstance(t, Tensor)]
     dtype: torch.dtype = (weights or args)[0].dtype
@@ -158,7 +165,15 @@ def statistic_dtype(args: tuple[Any, ...]) -> torch.dtype:
 
 
 def _like(position: int, form: torch.memory_format = torch.preserve_format) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: torch.empty_like(args[position], memory_format=form)
+    # unlike empty_like on the meta device, clone keeps the strides of dims of size 1, too, by which later ops are guided
+    return lambda *args, **kwargs: args[position].clone(memory_format=form)
+
+
+def _abs(x: Tensor) -> Tensor:
+    """The output of `abs`, which for complex numbers has the very strides of the input."""
+    if not x.is_complex():
+        return aten.abs.default(x)  # type: ignore[no-any-return]
+    return x.new_empty_strided(x.shape, x.clone().stride(), dtype=x.dtype.to_real())
 
 
 def _geqrf(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,9 +305,9 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.angle.default: lambda x: (_contiguous(aten.angle.default) if x.is_complex() else aten.angle.default)(
         x
     ),
-    aten._fft_r2c.default: lambda x, dim, *args: (
-        _contiguous(aten._fft_r2c.default) if len(dim) > 1 else aten._fft_r2c.default
-    )(x, dim, *args),
+    aten.abs.default: _abs,
+    aten.conj_physical.default: _like(0),
+    aten._conj_physical.default: _like(0),
     **{func: _elementwise(func) for func in _TWO_TENSORS},
     **{
         func: _batch_norm(func)

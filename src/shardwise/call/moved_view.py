@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
-from shardwise.call.overlap import FILLS, check_overlap, is_repeated, repeated_error
+from shardwise.call.overlap import FILLS, check_overlap, computing_operands, is_repeated, repeated_error
 from shardwise.call.schema import op_info
 from shardwise.call.strides import copy_into, in_order, match_strides, may_overlap, memory_order
 from shardwise.call.view_mode import mode_of_view
@@ -26,7 +26,7 @@ from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec
 from shardwise.plan.settings import override_settings
-from shardwise.tensor.dtensor import DTensor, copy_block, local_slot
+from shardwise.tensor.dtensor import DTensor, copy_block, data_of_inference_tensor, local_slot
 from shardwise.tensor.implicit import to_layout
 from shardwise.torch_internals.subclass import is_parameter, view_base
 
@@ -52,6 +52,8 @@ class ViewSource:
     __slots__ = (
         "args", "base", "block", "func", "is_held", "kind", "kwargs", "memory", "number", "roots", "seen", "spec",
     )  # fmt: skip
+    is_grown = False
+    """Whether it has elements that its base has not, as in `call/grown_memory.py`."""
 
     def __init__(
         self, base: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None
@@ -160,7 +162,10 @@ class ViewSource:
     def write_as(self, write: Callable[[Tensor], object]) -> None:
         """Call a function with the view as one of the gathered memory, and write back what it wrote."""
         chain = _chain(self)
-        root = chain[-1].base
+        top = chain[-1]
+        if top.is_grown:
+            chain.pop()
+        root = DTensor(top.read(), top.spec) if top.is_grown else top.base
         full = gather(self.func, root)
         view = full
         for source in reversed(chain):
@@ -170,7 +175,17 @@ class ViewSource:
             view = map_ranks(aten._neg_view.default, view)
         write(view)
         write_back(self.func, root, full)
-        note_write(self.roots[0])
+        if top.is_grown:
+            top.write_back()
+        else:
+            note_write(self.roots[0])
+
+    def copied(self, memo: dict[int, Any]) -> ViewSource:
+        """The same view of a copy of the base."""
+        out = ViewSource(self.base._copy_blocks(memo), self.func, self.args, self.kwargs, self.number)
+        out.spec, out.kind = self.spec, self.kind
+        out.set_block(DTensor(copy_block(self.read(), memo), self.spec))
+        return out
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
@@ -258,6 +273,8 @@ class MovedView(DTensor):
         kwargs = kwargs or {}
         info = op_info(func)
         if info.is_view and (mode := mode_of_view(func, args[0])) is not None:
+            if func is aten.detach.default and not torch.is_inference_mode_enabled():
+                return data_of_inference_tensor(args[0])
             with mode:
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         call = OpCall(func, args, kwargs)
@@ -271,6 +288,8 @@ class MovedView(DTensor):
             return None
         if info.written:
             check_overlap(call)
+            args = computing_operands(call)
+            call = OpCall(func, args, kwargs)
         for t in written:
             if is_repeated(t) and (t.is_conj() or t.is_neg()):
                 raise repeated_error(func)  # its value is computed, and copied back
@@ -298,16 +317,12 @@ class MovedView(DTensor):
             with torch.no_grad():
                 return self.clone()  # type: ignore[return-value]
         if id(source) not in memo:
-            base = source.base._copy_blocks(memo)
-            copied = ViewSource(base, source.func, source.args, source.kwargs, source.number)
-            copied.spec, copied.kind = source.spec, source.kind
-            copied.set_block(DTensor(copy_block(self._local_tensor, memo), self._spec))
-            memo[id(source)] = copied
+            memo[id(source)] = source.copied(memo)
         return _view_of(memo[id(source)], self._spec)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         source = self._source
-        if source is None or is_parameter(self):
+        if source is None or source.is_grown or is_parameter(self):
             return super().__reduce_ex__(protocol)
         name = op_info(source.func).name
         # a view of the base's block is computed again: storages cannot be saved in two dtypes

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.arguments import map_tensors
 from shardwise.call.op_call import OpCall
 from shardwise.call.strides import may_overlap
 from shardwise.call.view_scatter import COMPUTED
@@ -23,6 +24,7 @@ __all__ = [
     "FILLS",
     "FORBIDS_ALIAS",
     "check_overlap",
+    "computing_operands",
     "is_repeated",
     "repeated_error",
     "writes_overlapping",
@@ -108,10 +110,44 @@ def check_overlap(call: OpCall) -> None:
         for other in call.tensors:
             if name in _TAKES_NUMBER and other.dim() == 0:
                 continue
-            if isinstance(target, DTensor) and isinstance(other, DTensor) and other is not target:
+            if not (isinstance(target, DTensor) and isinstance(other, DTensor)) or other is target:
+                continue
+            if name == "aten::copy_" or not (_is_computed(target) or _is_computed(other)):
                 _check_pair(call, target, other, forbids_alias)
-    if forbids_alias and sum(t is call.returned for t in call.tensors) > 1:
+    if (
+        forbids_alias
+        and not _is_computed(call.returned)
+        and sum(t is call.returned for t in call.tensors) > 1
+    ):
         raise _error(call, call.returned)
+
+
+def computing_operands(call: OpCall) -> tuple[Any, ...]:
+    """The arguments of an in-place op, with copies of the operands that torch computes before it runs.
+
+    With a conjugated or negated target it computes both, and the op writes to a copy that goes back afterwards.
+    """
+    if (
+        call.info.qualified_name == "aten::copy_"
+        or not isinstance(call.returned, DTensor)
+        or call.info.out_names
+    ):
+        return call.args
+    target = call.returned
+    root = _root_tensor(target)._local_tensor
+
+    def separate(x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor) or not (_is_computed(target) or _is_computed(x)):
+            return x
+        with torch.no_grad():
+            return x.clone() if shares_memory(root, _root_tensor(x)._local_tensor) else x
+
+    return (target, *map_tensors(separate, call.args[1:]))
+
+
+def _is_computed(x: Tensor) -> bool:
+    """Whether torch computes a conjugated or negated operand before the kernel runs, which then sees a copy."""
+    return x.is_conj() or x.is_neg()
 
 
 def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bool) -> None:
@@ -180,6 +216,9 @@ def _on(whole: Tensor, x: DTensor) -> Tensor:
         return whole
     if source.func in COMPUTED:
         return _on(whole, source.base)  # the same memory
+    if source.is_grown:
+        whole = whole.detach().resize_(source.offset + source.spec.shape.numel())
+        return whole.as_strided(source.spec.shape, source.spec.stride, source.offset)
     out = source.func(_on(whole, source.base), *source.args, **source.kwargs)
     return out if source.number is None else out[source.number]  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from shardwise.comm import PerRank
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.subclass import storage_id, version
 
-__all__ = ["Memory", "memory_of", "note_write", "note_writes", "shares_memory", "watched"]
+__all__ = ["Memory", "known_memory", "memory_of", "note_write", "note_writes", "shares_memory", "watched"]
 
 watched: dict[int, weakref.ref[Memory]] = {}
 """The memory of every moved view that exists, by the id of its storage. `dispatch` reads it after each op."""
@@ -26,14 +26,17 @@ watched: dict[int, weakref.ref[Memory]] = {}
 class Memory:
     """The storage of a block that moved views are computed from, and how often ops on DTensors wrote to it.
 
-    `block` keeps the storage alive, so that its id stays its own.
+    `block` keeps the storage alive, so that its id stays its own. `tail` is what follows it in tensors that have grown beyond it;
+    `has_grown` if the storage itself has grown.
     """
 
-    __slots__ = ("__weakref__", "block", "key", "writes")
+    __slots__ = ("__weakref__", "block", "has_grown", "key", "tail", "writes")
 
     def __init__(self, block: Tensor) -> None:
         self.block = block
         self.key, self.writes = _key(block), 0
+        self.tail: Tensor | None = None
+        self.has_grown = False
 
     def state(self, roots: Sequence[Tensor]) -> tuple[int, int] | None:
         """What changes when blocks of this memory are written to; None if that cannot be known.
@@ -54,12 +57,17 @@ class Memory:
 
 def memory_of(block: Tensor) -> Memory:
     """The memory of a block, whose writes are counted from now on."""
-    known = watched.get(_key(block))
-    memory = None if known is None else known()
+    memory = known_memory(block)
     if memory is None:
         memory = Memory(block)
         watched[memory.key] = weakref.ref(memory)
     return memory
+
+
+def known_memory(block: Tensor) -> Memory | None:
+    """The memory of a block if its writes are counted."""
+    known = watched.get(_key(block))
+    return None if known is None else known()
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from shardwise.comm.mesh import (
     current_mesh,
     lifted,
     members_of,
+    ranks_of,
     siblings_of,
 )
 from shardwise.comm.per_rank import PerRank, first_rank, map_ranks, spread
@@ -46,6 +47,7 @@ __all__ = [
     "on_mesh",
     "parts_of",
     "per_rank",
+    "ranks_of",
     "siblings_of",
     "simulate",
     "spread",

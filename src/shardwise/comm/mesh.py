@@ -33,6 +33,7 @@ __all__ = [
     "lifted",
     "members_of",
     "peers_of",
+    "ranks_of",
     "siblings_of",
     "viewpoints",
 ]
@@ -132,6 +133,15 @@ def coord_of(mesh: DeviceMesh) -> Coord | None:
 def siblings_of(mesh: DeviceMesh) -> list[list[int]]:
     """The ranks of the mesh in row-major order; for a sub-mesh, also those of each of its siblings."""
     return _facts.get(mesh, "siblings", lambda: sibling_ranks(mesh))
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks of the mesh in row-major order; of a sub-mesh, those of this process's own, in a simulation of the first.
+
+    Unlike `mesh.mesh` it runs no tensor ops, so it can be called while torch is tracing.
+    """
+    siblings, me = siblings_of(mesh), mesh.get_rank()
+    return next((ranks for ranks in siblings if me in ranks), siblings[0])
 
 
 def members_of(mesh: DeviceMesh) -> dict[int, Coord]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardwise.call.kept_moves import forget_moves
 from shardwise.comm import coord_of, is_simulated, members_of
 from shardwise.comm.per_rank import at_rank
+from shardwise.compile.constants import MOST_LINES, Constants, ConstantWrittenError
 from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OptimizerNumbers
 from shardwise.compile.owners import Find, Input, Owners, always, owners_of
@@ -78,7 +79,7 @@ def capture(
     rank = _rank_to_be(rank, mesh)
     with seen_from(rank, tensors):
         here = tree_unflatten([at_rank(x, rank) for x in leaves], structure) if rank is not None else args
-        program = _record(step, here, mesh, optimizer, modules, keys)
+        program = _record_with_constants(step, here, mesh, optimizer, modules, keys)
     program.fixed_ids = known
     program.capture_at = lambda r: capture(
         step, *args, mesh=mesh, rank=r, optimizer=optimizer, modules=modules
@@ -107,6 +108,17 @@ def _ranges(ranks: Iterable[int]) -> str:
     return f"{found[0]} to {found[-1]}" if is_range else str(found)
 
 
+def _record_with_constants(step: Callable[..., Any], *how: Any) -> Program:
+    """Record the step with the values of the constants that it does not write inputs to."""
+    excluded: frozenset[str] = frozenset()
+    while len(excluded) < MOST_LINES:
+        try:
+            return _record(step, *how, constants=Constants(excluded))
+        except ConstantWrittenError as error:
+            excluded |= {error.line}
+    return _record(step, *how, constants=None)
+
+
 def _record(
     step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -114,10 +126,12 @@ def _record(
     optimizer: Optimizer | None,
     modules: Sequence[nn.Module],
     keys: tuple[Any, Any],
+    *,
+    constants: Constants | None,
 ) -> Program:
     leaves, _ = tree_flatten(args)
     owned = owners_of(leaves, optimizer, modules)
-    recorder = Recorder(on_meta=all(t.is_meta for t in owned.tensors if t.dim()))
+    recorder = Recorder(all(t.is_meta for t in owned.tensors if t.dim()), constants)
     numbers = OptimizerNumbers(optimizer) if optimizer is not None else None
     params = [t for t in owned.tensors if t.requires_grad and t.is_leaf]
     with (
@@ -130,6 +144,8 @@ def _record(
         before = [p.grad for p in params]
         with recording(recorder), _optimizer_section(recorder, numbers):
             result = step(*args)
+        if constants:
+            constants.check_memory()
         found, shape = tree_flatten(result)
         results: list[fx.Node] = []
         outputs = [_output(recorder, leaf, results) for leaf in found]
@@ -146,9 +162,8 @@ def _record(
         numbers.bind(graph)
     remove_dead_code(graph)
     inputs = _order_inputs(recorder, graph, owned)
-    has_values = not any(x.is_meta or is_fake(x) for x, _, _ in recorder.lifted.values())
+    has_values, has_overlap = _memory(recorder, inputs)
     coord = () if mesh is None else coord_of(mesh) or ()
-    alive = set(graph.nodes)
     return Program(
         graph,
         mesh,
@@ -161,9 +176,16 @@ def _record(
         gradients,
         keys,
         has_values=has_values,
-        has_overlap=has_values
-        and _overlap([x for x, _, n in recorder.lifted.values() if n in alive], inputs),
+        has_overlap=has_overlap,
     )
+
+
+def _memory(recorder: Recorder, inputs: Any) -> tuple[bool, bool]:
+    """Whether the inputs have values, and whether some of them share memory."""
+    if any(x.is_meta or is_fake(x) for x, _, _ in recorder.lifted.values()):
+        return False, False
+    alive = set(recorder.graph.nodes)
+    return True, _overlap([x for x, _, n in recorder.lifted.values() if n in alive], inputs)
 
 
 def _create_states(optimizer: Optimizer) -> None:

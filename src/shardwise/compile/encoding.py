@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of, coord_of
 from shardwise.compile.errors import CaptureError
-from shardwise.compile.targets import FILL, GETITEM, STRIDED, Begin, Finish, Move, MoveMany
+from shardwise.compile.targets import GETITEM, OWN_OPS, STRIDED, Begin, Finish, Move, MoveMany
 from shardwise.layout import Axes, Layout, Spec, parse_layout
 from shardwise.plan import (
     AllGather,
@@ -184,8 +184,8 @@ def decode_target(said: Any, meshes: Meshes) -> Any:
             return MoveMany(step, mesh, coord_of(mesh) or (), tuple(decode_value(d, {}) for d in dtypes))
         case {"call": name} if name in _CALLS:
             return _CALLS[name]
-        case {"op": name} if name == "shardwise.fill_.default":
-            return FILL
+        case {"op": name} if name in OWN_OPS:
+            return OWN_OPS[name]
         case {"op": name}:
             return _op(name)
     raise _unreadable(said)

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.call.schema import op_info
 from shardwise.comm import coord_of
 from shardwise.comm.recording import recorders
+from shardwise.compile.constants import Constants, is_factory
 from shardwise.compile.errors import CaptureError
-from shardwise.compile.targets import FILL, GETITEM, STRIDED, Move, MoveMany
+from shardwise.compile.targets import FILL, GETITEM, RECORDED_AS, STRIDED, Move, MoveMany
 from shardwise.layout import contiguous_stride
 from shardwise.plan import GroupedStep, Step
 from shardwise.plan.settings import fresh_routes
@@ -49,9 +50,6 @@ _SAME_SHAPE = frozenset(
     for overload in getattr(aten, name).overloads()
 )
 """Ops that write to their first argument and return it as it is; the optimizer's, above all."""
-_REFUSED = {
-    aten.mkldnn_rnn_layer.default: "The kernel of recurrent layers on CPU keeps what it computed in a form that only a run has.",
-}
 _HIDDEN = ("/torch/", "/shardwise/")
 
 
@@ -71,12 +69,13 @@ class Draws(NamedTuple):
 class Recorder(TorchDispatchMode):
     """A mode that records the ops on plain tensors, and what `shardwise.comm.recording` hands to it."""
 
-    def __init__(self, on_meta: bool = False) -> None:
+    def __init__(self, on_meta: bool = False, constants: Constants | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.on_meta = on_meta
         """Whether all tensors are on the meta device: then they have no values anyway, and torch's kernels infer sizes."""
         self.fake_mode = None if on_meta else new_fake_mode()
+        self._constants = None if on_meta else constants
         self.lifted: dict[int, tuple[Tensor, Tensor, fx.Node]] = {}
         """By id, the tensors with values that were met, what stands for each, and its input of the graph."""
         self.draws: dict[Any, Draws] = {}
@@ -101,12 +100,17 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.host and any(id(a) in self.host for a in args):
             return self._on_host(func, args, kwargs)
+        constants = self._constants
+        if constants is not None and (is_factory(func) or (constants and constants.among(args, kwargs))):
+            return self._on_constants(constants, func, args, kwargs)
+        return self._on_blocks(func, args, kwargs)
+
+    def _on_blocks(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on tensors without values, and record it."""
         if func is aten.lift_fresh.default:  # a constant of the program, which may be written to
             with without_modes():
                 constant = args[0].clone()
-            return self.__torch_dispatch__(aten.clone.default, types, (self._lift(constant),))
-        if (why := _REFUSED.get(func)) is not None:
-            raise CaptureError(f"The step calls {func}.", why=why, fix="Train it eagerly.")
+            return self._on_blocks(aten.clone.default, (self._lift(constant),), {})
         args = self._without_values(args)
         if kwargs:
             kwargs = {name: self._without_values(a) for name, a in kwargs.items()}
@@ -125,8 +129,30 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws_plain = True
         if isinstance(out, Tensor | list | tuple) or op_info(func).writes:
-            self._record(func, args, kwargs, out)
+            target = RECORDED_AS.get(func, func) if torch.is_grad_enabled() else func
+            self._record(target, args, kwargs, out)
         return out  # else a device, or a fact about sizes, which does not change from run to run
+
+    def _on_constants(
+        self, constants: Constants, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op on tensors that have their values, if all have; record it as the same op without."""
+        if self._section() != "forward" or not constants.determine(func, args, kwargs):
+            constants.check_writes(func, args, kwargs)
+            return self._on_blocks(func, args, kwargs)
+        try:
+            inferred = self._on_blocks(func, args, kwargs)
+        except VALUE_ERRORS:
+            with without_modes():
+                out = func(*args, **kwargs)
+                if not isinstance(out, Tensor):
+                    return out
+                return constants.keep(out, self._lift(out), _caller())  # its size depends on values
+        if not constants.are_wanted(inferred):
+            return inferred
+        with without_modes():
+            out = args[0].clone() if func is aten.lift_fresh.default else func(*args, **kwargs)
+            return constants.keep(out, inferred, _caller())
 
     def _restride(
         self, x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
@@ -162,7 +188,10 @@ class Recorder(TorchDispatchMode):
 
     def _without_values(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value if id(value) in self._nodes else self._lift(value)
+            if id(value) in self._nodes:
+                return value
+            known = self._constants.stand_in(value) if self._constants is not None else None
+            return self._lift(value) if known is None else known
         if isinstance(value, list | tuple):
             return type(value)([self._without_values(v) for v in value])
         return value
@@ -170,6 +199,8 @@ class Recorder(TorchDispatchMode):
     def _lift(self, x: Tensor) -> Tensor:
         known = self.lifted.get(id(x))
         if known is None:
+            if self._constants:
+                self._constants.check_alias(x)
             if not has_plain_types([type(x)]):
                 raise CaptureError(
                     f"The step computes with a {type(x).__name__}.",
@@ -249,6 +280,8 @@ class Recorder(TorchDispatchMode):
         draws, now = self.draws[key], stream_of(key).next()
         if now.seed != draws.first.seed:
             raise reseeded()
+        if self._constants is not None:
+            self._constants.check_write(block)
         block = self._without_values(block)
         args = (self.node_of(block), draws.state, now.position - draws.first.position, numbers)
         node = self.graph.call_function(FILL, args)

@@ -17,8 +17,20 @@ from shardwise.comm.ledger import Sent
 from shardwise.comm.stages import grouped_entry, grouped_stage, single_entry, single_stage
 from shardwise.ops.random_fill import fill_block
 from shardwise.plan import GroupedStep, Step
+from shardwise.torch_internals.dispatcher import below_autograd
 
-__all__ = ["FILL", "GETITEM", "STRIDED", "Begin", "Finish", "Move", "MoveMany", "is_move"]
+__all__ = [
+    "FILL",
+    "GETITEM",
+    "OWN_OPS",
+    "RECORDED_AS",
+    "STRIDED",
+    "Begin",
+    "Finish",
+    "Move",
+    "MoveMany",
+    "is_move",
+]
 
 
 class _Target(ABC):
@@ -149,6 +161,27 @@ _library.impl("fill_", fill_block, "CompositeExplicitAutograd")
 _library.impl("fill_", lambda block, state, number, numbers: None, "Meta")
 FILL: Any = torch.ops.shardwise.fill_.default
 """`fill_(block, state, number, numbers)`: see `shardwise.ops.random_fill.fill_block`."""
+
+aten = torch.ops.aten
+
+
+def _recurrent_layer(*args: Any) -> tuple[Tensor, ...]:
+    """The kernel of a recurrent layer on CPU, which keeps what the backward pass needs only if gradients are enabled."""
+    with below_autograd(), torch.enable_grad():
+        return aten.mkldnn_rnn_layer.default(*args)  # type: ignore[no-any-return]
+
+
+_library.define(
+    str(aten.mkldnn_rnn_layer.default._schema).replace("aten::mkldnn_rnn_layer", "recurrent_layer")
+)
+_library.impl("recurrent_layer", _recurrent_layer, "CompositeExplicitAutograd")
+_library.impl("recurrent_layer", aten.mkldnn_rnn_layer.default, "Meta")
+RECORDED_AS: dict[Any, Any] = {
+    aten.mkldnn_rnn_layer.default: torch.ops.shardwise.recurrent_layer.default,
+}
+"""Ops whose kernels ask whether gradients are enabled, and what does the same in a program, which runs without."""
+OWN_OPS: dict[str, Any] = {str(op): op for op in (FILL, *RECORDED_AS.values())}
+"""The ops of this module by name."""
 
 
 def STRIDED(x: Tensor, size: Sequence[int], stride: Sequence[int], first: int) -> Tensor:  # noqa: N802

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from shardwise.comm import coord_of, is_simulated, siblings_of
+from shardwise.comm import coord_of, is_simulated, ranks_of
 from shardwise.layout import Layout, LayoutError, owned
 from shardwise.tensor import DTensor
 
@@ -100,6 +100,5 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     mesh, me = dtensor.device_mesh, coord_of(dtensor.device_mesh)
     if dtensor.numel() == 0 or not (is_simulated() or (me is not None and not any(me))):
         return
-    ranks = siblings_of(mesh)[0] if is_simulated() else mesh.mesh.flatten().tolist()
-    lines = [header, str(dtensor._spec), picture(dtensor.sharding, ranks)]
+    lines = [header, str(dtensor._spec), picture(dtensor.sharding, ranks_of(mesh))]
     sys.stdout.write("\n".join(line for line in lines if line) + "\n")

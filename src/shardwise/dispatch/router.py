@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
 from shardwise.call.view_mode import mode_of_view
@@ -18,7 +20,7 @@ from shardwise.dispatch.fast_path import Recipe, recipe_of
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide
 from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, data_of_inference_tensor
 from shardwise.tensor.inference import in_inference_mode, inference_tensors, note_inference_mode
 from shardwise.torch_internals.pytree import without_symbols
 
@@ -27,6 +29,7 @@ __all__ = ["dispatch", "find_recipe", "find_route", "on_direct_route"]
 _MAX_ROUTES = 4096  # per op
 on_direct_route: list[Callable[[Entry], None]] = []
 """Called with the entry of an op for which a direct run was chosen."""
+_DETACH = torch.ops.aten.detach.default
 _NO_KWARGS: dict[str, Any] = {}
 _FLOAT = [float]
 _UNKNOWN = (
@@ -100,6 +103,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         and args[0].is_inference() is not in_inference_mode()
         and (mode := mode_of_view(func, args[0])) is not None
     ):
+        if func is _DETACH and not in_inference_mode():
+            return data_of_inference_tensor(args[0])
         with mode:
             return _dispatch(func, args, kwargs)
     key = call_key(entry, args, kwargs)

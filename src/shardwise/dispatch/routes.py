@@ -12,6 +12,7 @@ from shardwise.alternatives.registry import propose_alternative
 from shardwise.call.arguments import tensors_in
 from shardwise.call.execute import execute
 from shardwise.call.fallback import run_on_full
+from shardwise.call.kept_moves import keep_lineage
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
@@ -49,6 +50,7 @@ from shardwise.rules.table import REGISTERED
 from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
+from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 from shardwise.torch_internals.subclass import bump_versions, new_dtensor
@@ -116,7 +118,11 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
 
 def _detach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The same block, which has no graph, and not another tensor of its memory: the two would have versions of their own."""
-    return new_dtensor(DTensor, args[0]._local_tensor, args[0]._spec, False)  # type: ignore[no-any-return]
+    x = args[0]
+    out: DTensor = new_dtensor(DTensor, x._local_tensor, x._spec, False)
+    if in_backward():  # checkpointed activations are computed again, and saved in this way
+        keep_lineage(out, x)
+    return out
 
 
 def _extent(x: torch.Tensor) -> int:

@@ -222,6 +222,10 @@ class Session:
 
     # the watcher
 
+    def watcher_seconds(self) -> float:
+        """The CPU time that the watching thread has taken."""
+        return time.clock_gettime(time.pthread_getcpuclockid(self._watcher.ident or 0))
+
     def _watch(self) -> None:
         """Look for faults until the world is destroyed."""
         while not self._end.wait(_TICK_SECONDS):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.call.grown_memory import grown
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import tracking_views, without_dispatch
@@ -26,8 +27,11 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         x.data = args[1]
         return x
     with tracking_views():  # so that the result knows its base
-        if func is aten.resize_.default and _fits(x, args[1]):
-            result: DTensor = x.view(-1)[: math.prod(args[1])].view(args[1])  # type: ignore[assignment]
+        larger = grown(x, shape, kwargs.get("memory_format")) if (shape := _new_size(func, args)) else None
+        if larger is not None:
+            result: DTensor = larger
+        elif func is aten.resize_.default and _fits(x, args[1]):
+            result = x.view(-1)[: math.prod(args[1])].view(args[1])  # type: ignore[assignment]
         else:
             result = op_info(func).out_of_place(*args, **kwargs)
     if func in _COMPOSITE:  # inference mode passes it on whole, and so does not count the write
@@ -36,6 +40,12 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     with without_dispatch():
         func(*args, **kwargs)  # changes the sizes and strides of the wrapper
     return x
+
+
+def _new_size(func: Any, args: tuple[Any, ...]) -> Sequence[int] | None:
+    if func is aten.resize_as_.default:
+        return args[1].shape  # type: ignore[no-any-return]
+    return args[1] if func is aten.resize_.default else None
 
 
 def _fits(x: DTensor, size: Sequence[int]) -> bool:

@@ -23,9 +23,9 @@ from shardwise.ops.memory_patches import memory_patches
 from shardwise.ops.packed_sequences import packed_sequence_patches
 from shardwise.ops.pooling import pooling_patches
 from shardwise.ops.prod import prod_patches
-from shardwise.ops.random_gradients import random_gradient_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
+from shardwise.ops.zero_gradients import zero_gradient_patches
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.shape_methods import CHANGE_SHAPES
 from shardwise.torch_internals.patches import (
@@ -150,7 +150,7 @@ PATCHES: tuple[AnyPatch, ...] = (
     *packed_sequence_patches(),
     *pooling_patches(),
     *prod_patches(),
-    *random_gradient_patches(),
+    *zero_gradient_patches(),
     *sparse_patches(),
     *tracing_patches(),
 )

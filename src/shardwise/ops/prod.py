@@ -98,7 +98,7 @@ def _zeros_in(x: Any) -> int:
 def _others(x: Tensor, dim: int) -> Tensor:
     """For each element the product of all others along a dim: of those before it, times those after it."""
     n = x.shape[dim]
-    one = torch.ones_like(x.narrow(dim, 0, 1))
+    one = torch.ones_like(x.narrow(dim, 0, 1), memory_format=torch.contiguous_format)
     before = torch.cat([one, x.narrow(dim, 0, n - 1)], dim).cumprod(dim)
     after = torch.cat([one, x.narrow(dim, 1, n - 1).flip(dim)], dim).cumprod(dim).flip(dim)
     return before * after

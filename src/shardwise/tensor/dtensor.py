@@ -26,7 +26,15 @@ from shardwise.torch_internals.subclass import (
     new_dtensor,
 )
 
-__all__ = ["DTensor", "Implementation", "copy_block", "implementation", "is_simulated_tensor", "local_slot"]
+__all__ = [
+    "DTensor",
+    "Implementation",
+    "copy_block",
+    "data_of_inference_tensor",
+    "implementation",
+    "is_simulated_tensor",
+    "local_slot",
+]
 
 
 class Implementation:
@@ -123,7 +131,7 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     def data(self) -> DTensor:
         """The tensor detached from its autograd graph. Assigning a DTensor replaces the blocks and the layout."""
         if self.is_inference() and not torch.is_inference_mode_enabled():
-            return _data_of_inference_tensor(self)
+            return data_of_inference_tensor(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[no-any-return, attr-defined]
 
     @data.setter
@@ -136,6 +144,8 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._adopt(new)
+        if issubclass(type(new), _DataOfInferenceTensor):
+            self.__class__ = _data_class(self.__class__)
 
     def _adopt(self, other: DTensor) -> None:
         """Share the blocks of another tensor and take its layout."""
@@ -326,10 +336,7 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
 
 
 class _DataOfInferenceTensor:
-    """The class of `x.data` where `x` is an inference tensor: one, too, that counts versions and so may be written to.
-
-    Views of it are of this class, too.
-    """
+    """The class of `x.data` and `x.detach()` of an inference tensor, and of views of these: they may be written to."""
 
     __slots__ = ()
 
@@ -338,22 +345,20 @@ class _DataOfInferenceTensor:
 
     def _copy_blocks(self: Any, memo: dict[int, Any]) -> DTensor:
         copy: DTensor = super()._copy_blocks(memo)  # type: ignore[misc]
-        copy.__class__ = DTensor if copy._source is None else copy.__class__
-        return copy
+        return DTensor(copy._local_tensor, copy._spec) if copy._source is None else copy
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # torch asks the first class of which no other is a subclass: what another class does must not be lost
-        others = [t.__bases__[1] if issubclass(t, _DataOfInferenceTensor) else t for t in types]
-        others = [t for t in others if issubclass(t, DTensor) and t is not DTensor]
-        run: Any = (others[0] if others else DTensor).__torch_dispatch__
+        kinds = [t.__bases__[1] if issubclass(t, _DataOfInferenceTensor) else t for t in types]
+        kind: Any = next((t for t in kinds if issubclass(t, DTensor) and t is not DTensor), DTensor)
         first = read_schema(func).arguments[0]
         if not first.alias or first.writes or not isinstance(args[0], _DataOfInferenceTensor):
-            return run(func, types, args, kwargs)
+            return kind.__torch_dispatch__(func, types, args, kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            result = run(func, types, args, kwargs)
+            result = kind.__torch_dispatch__(func, types, args, kwargs)
         for x in result if isinstance(result, list | tuple) else (result,):
             x.__class__ = _data_class(x.__class__)
         return result
@@ -361,14 +366,13 @@ class _DataOfInferenceTensor:
 
 @cache
 def _data_class(cls: Any) -> Any:
-    return (
-        cls
-        if issubclass(cls, _DataOfInferenceTensor)
-        else type(cls.__name__, (_DataOfInferenceTensor, cls), {"__slots__": ()})
-    )
+    if issubclass(cls, _DataOfInferenceTensor):
+        return cls
+    return type(cls.__name__, (_DataOfInferenceTensor, cls), {"__slots__": ()})
 
 
-def _data_of_inference_tensor(x: DTensor) -> DTensor:
+def data_of_inference_tensor(x: DTensor) -> DTensor:
+    """What `x.data` and `x.detach()` of an inference tensor are outside of inference mode."""
     with torch.inference_mode(False):
         out = DTensor(x._local_tensor, x._spec)
     out._adopt(x)

@@ -15,6 +15,8 @@ from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.collective_order import keep_collectives_alike
+from shardwise.torch_internals.eager_graphs import support_eager_graphs
 from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_by_metadata, guard_state
 from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
 from shardwise.torch_internals.tangents import accept_plain_tangents
@@ -34,6 +36,8 @@ def support_compile() -> None:
     for effect in (push_settings, pop_settings):
         call_in_graph(effect, changes_state=True)
     accept_plain_tangents(DTensor, _tangent)
+    keep_collectives_alike()
+    support_eager_graphs()
     guard_by_metadata(DTensor)
     Spec.live_mesh = staticmethod(live_mesh)
     implementation.stable_hash = _stable_hash

@@ -26,9 +26,9 @@ def policy(
         plain: what a plain tensor beside a DTensor counts as: `"error"` (the default outside any block) refuses it, `"replicate"`
             takes it to be the same on every rank, `"check"` compares its values on all ranks first, at the price of one small
             all-gather per call. Numbers and tensors with one element always count as replicated.
-        reuse: the most bytes that an operand may have on a rank, after an op had to move it, to be kept for the next ops that need
-            the same tensor in the same layout, as q, k and v do; 256 MiB outside any block. At most the last two are kept,
-            until their tensor is written to or freed. 0 keeps none. All ranks must use the same number.
+        reuse: the most bytes on a rank of operands that ops had to move and that are kept for the next ops that need the same
+            tensor in the same layout, as q, k and v do; 256 MiB outside any block. Each is kept until its tensor is
+            written to or freed, or others need the room. 0 keeps none. All ranks must use the same number.
 
     Raises:
         ValueError: a value is none of the above.

@@ -1,4 +1,4 @@
-"""What Python asks of a tensor: lists, arrays, format strings; and methods that a distributed tensor cannot have."""
+"""What Python asks of a tensor: lists, arrays, format strings, `x.new()`; and methods that a distributed tensor cannot have."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ class PythonMethods:
     def numpy(self: Any, *, force: bool = False) -> Any:
         """The global value as an array. It sends what `full_tensor()` sends."""
         return _full(self).numpy(force=force)
+
+    def new(self: Any, *size: Any, **kwargs: Any) -> Any:
+        """An uninitialized tensor on the same mesh, as `new_empty(size)`; or a replicated one with the values of a list."""
+        if len(size) == 1 and isinstance(size[0], list):
+            return self.new_tensor(*size, **kwargs)
+        return self.new_empty(
+            size[0] if len(size) == 1 and isinstance(size[0], tuple) else size or (0,), **kwargs
+        )
 
     def __array__(self: Any, dtype: Any = None) -> Any:
         out = _full(self).numpy()

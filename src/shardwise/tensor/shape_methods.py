@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise.layout import contiguous_stride, is_dense
 from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.subclass import (
     can_become_view,
@@ -35,10 +36,6 @@ _USED = """{name} was called on the DTensor {spec}, of which there are views or 
   why: Their gradients are computed from the tensor as it was. It cannot change, because it is a leaf that requires grad, or \
 retain_grad() was called on it.
   fix: y = x.{out_of_place}(...), or call x.{name}(...) before the tensor is used."""
-
-_GROWS = """resize_ to {shape} was called on the DTensor {spec}, which shares its memory with views.
-  why: A larger tensor needs new memory, which views of the old one would not share.
-  fix: y = x.new_empty({shape}), and copy what you need of x; or call resize_ before there are views."""
 
 _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
   why: The view was created, then x.{name}(...) was called, then x.requires_grad_().
@@ -228,13 +225,15 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
     shape = [int(n) for n in size]
     if tuple(shape) == tuple(x.shape) and memory_format is torch.contiguous_format and not x.requires_grad:
         return x.view_as(x)  # whatever its strides are
-    grows = math.prod(shape) > x.numel() > 0 and min(shape, default=0) >= 0
-    if grows and not x.requires_grad and (view_base(x) is not None or has_views(x)):
-        raise RuntimeError(_GROWS.format(spec=x._spec, shape=tuple(shape)))
-    fits = x.is_contiguous() and not grows and math.prod(shape) <= x.numel() and min(shape, default=0) >= 0
-    if not fits or memory_format is not torch.contiguous_format or x.requires_grad:
+    if memory_format is not torch.contiguous_format or x.requires_grad or min(shape, default=0) < 0:
         return None
-    return x.view(-1)[: math.prod(shape)].view(shape)
+    if x.is_contiguous() and math.prod(shape) <= x.numel():
+        return x.view(-1)[: math.prod(shape)].view(shape)
+    above = view_base(x)
+    root = x if above is None else above
+    if not is_dense(root.shape, root.stride()) or view_offset(x) + math.prod(shape) > root.numel():
+        return None
+    return _strided(x, shape, contiguous_stride(shape))  # what follows in memory, whatever the strides were
 
 
 def _resized_as(x: Any, other: Any, *, memory_format: torch.memory_format | None = None) -> Any:

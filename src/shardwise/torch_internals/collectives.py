@@ -32,6 +32,7 @@ __all__ = [
     "own_collectives",
     "reduce_scatter",
     "subjects",
+    "traced_groups",
     "wait",
     "wait_unwatched",
     "waiting",
@@ -115,8 +116,14 @@ subjects: list[str] = []
 """What the collectives that are called now are for, beside their layouts, such as a module; the innermost last."""
 
 
+traced_groups: set[str] = set()
+"""The groups of collectives that were called on tensors without values: graphs of compilers may have these collectives."""
+
+
 def _call(op: Any, note: Note | None, group: str, tensor: Tensor, *args: Any) -> Any:
-    if monitors and type(tensor) is Tensor and not tensor.is_meta:
+    if type(tensor) is not Tensor:
+        traced_groups.add(group)
+    elif monitors and not tensor.is_meta:
         note = note or _default_note(op, tensor)
         monitors[0].begin(group, _with_subject(subjects[-1], note) if subjects and subjects[-1] else note)
     if not observers:

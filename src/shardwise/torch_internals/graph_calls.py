@@ -24,9 +24,11 @@ __all__ = [
     "ScopedState",
     "call_in_graph",
     "call_while_tracing",
+    "changes_state",
     "guard_by_metadata",
     "guard_state",
     "run_in_graph",
+    "save_states",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -112,6 +114,22 @@ def guard_state(state: ScopedState) -> None:
     """Have compiled code that calls functions of this module, or has tensors of ours, be used again only in the same state."""
     _states.append(state)
     _usual_states.append(str(state.read()))
+
+
+def changes_state(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph is a call that changes a `ScopedState`."""
+    return node.target is run_in_graph and _calls[str(node.args[0])].function in _effects
+
+
+def save_states() -> Callable[[], None]:
+    """A function that restores all states as they are now."""
+    restore = [state.save() for state in _states]
+
+    def restore_all() -> None:
+        for function in restore:
+            function()
+
+    return restore_all
 
 
 def run_in_graph(key: str, *tensors: Any) -> Any:

@@ -9,8 +9,9 @@ import torch
 import torch._inductor  # its compiler is imported by its `compile`, when it is first called
 from torch import Tensor
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["compile_function"]
 
@@ -26,9 +27,14 @@ def compile_function(function: Callable[..., Any], inputs: Sequence[Tensor]) -> 
     >>> compiled(torch.ones(2))[0]
     tensor([1., 1.])
     """
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    # a mode with an environment of shapes, without which inductor does not look into its cache on disk; all shapes are fixed
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with mode:
+        fakes: list[Any] = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs
+        ]
     with torch.no_grad(), tracing(TracingContext(mode)):
-        module = make_fx(function, tracing_mode="real")(*inputs)
+        module = make_fx(function, tracing_mode="real")(*fakes)
         # plain random ops draw from torch's generators, as in eager mode, instead of inductor's own
         with torch._inductor.config.patch(fallback_random=True):
-            return torch._inductor.compile(module, list(inputs))  # type: ignore[no-any-return]
+            return torch._inductor.compile(module, fakes)  # type: ignore[no-any-return]

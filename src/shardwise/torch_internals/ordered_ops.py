@@ -55,46 +55,9 @@ def _save_effects(partitioners: ModuleType) -> None:
             called = node.args[1] if node.op == "call_function" and len(node.args) > 1 else None
             if any(called is op for op in _with_effect):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        _keep_collectives(joint_module.graph)
         original(joint_module)
 
     partitioners.force_save_effectful_ops = force_save  # type: ignore[attr-defined]
-
-
-_after = define_op(
-    "after(Tensor x, Tensor[] waited) -> Tensor",
-    lambda x, waited: x.clone(),
-    lambda x, waited: torch.empty_like(x),
-)
-
-
-def _keep_collectives(graph: torch.fx.Graph) -> None:
-    """Keep collectives whose results this rank does not use, by an output of the same pass that depends on them.
-
-    Other ranks may use theirs, and would wait for this one. Splitting a graph into forward and backward drops what no
-    output depends on.
-    """
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    output: Any = graph.output_node()
-    for backward in (False, True):
-        unused = [n for n in graph.nodes if n.target is wait and not n.users and _is_backward(n) is backward]
-        results = [n for n in output.args[0] if _is_computed(n) and _is_backward(n) is backward]
-        if not unused or not results:
-            continue
-        first = results[0]
-        with graph.inserting_before(output):
-            node = graph.call_function(_after, (first, unused))
-        node.meta.update({k: v for k, v in first.meta.items() if k != "recompute"})
-        output.replace_input_with(first, node)
-
-
-def _is_computed(node: Any) -> bool:
-    is_call = isinstance(node, torch.fx.Node) and node.op == "call_function"
-    return is_call and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_backward(node: torch.fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 after_import("torch._functorch.partitioners", _save_effects)

@@ -1,7 +1,9 @@
-"""Where torch keeps the order of tokens in context parallelism; a layout has no such order."""
+"""Where torch keeps the order of tokens in context parallelism."""
 
 from shardwise.experimental._context_parallel import _attention
+from shardwise.parallel.token_order import HeadTailLoadBalancer as _HeadTailLoadBalancer
+from shardwise.parallel.token_order import LoadBalancer as _LoadBalancer
 
-__all__: list[str] = []
+__all__ = ["_HeadTailLoadBalancer", "_LoadBalancer"]
 
 __getattr__ = _attention.__getattr__

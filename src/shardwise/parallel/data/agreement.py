@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import is_simulated
+from shardwise.comm import is_simulated, ranks_of
 from shardwise.layout import Shard
 from shardwise.tensor.dtensor import DTensor
 
@@ -47,7 +47,7 @@ def compare_ranks(mesh: DeviceMesh, what: str) -> None:
         every = mine.full_tensor().cpu()
     found = [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in every]
     if len(set(found)) > 1:
-        ranks = mesh.mesh.flatten().tolist()
+        ranks = ranks_of(mesh)
         shown = "\n".join(f"    rank {rank}: {text}" for rank, text in zip(ranks, found, strict=True))
         raise RuntimeError(
             f"The ranks of a data-parallel model are about to communicate for different modules:\n{shown}\n"

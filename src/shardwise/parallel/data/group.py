@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import ranks_of
 from shardwise.parallel.data.agreement import compare_ranks
 from shardwise.parallel.data.connect import WeakReduce, connected_tensors, joined
 from shardwise.parallel.data.extension import is_extended
@@ -75,7 +76,7 @@ class Group(GroupGradients):
         self.most_reductions = _MOST_REDUCTIONS
         self._reset()
         self.reduction = Reduction(policy.reduce_dtype)
-        self._number = _numbers[ranks := tuple(self.mesh.mesh.flatten().tolist())]
+        self._number = _numbers[ranks := tuple(ranks_of(self.mesh))]
         _numbers[ranks] += 1
         self.set_path(name)
         _groups[next(_order)] = self
