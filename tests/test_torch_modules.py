@@ -93,11 +93,11 @@ def test_names_of_torchs_design_are_imported_and_refuse_to_be_used():
     from shardwise._ops.utils import register_op_strategy
     from shardwise._redistribute import _gen_transform_infos
     from shardwise.debug import _get_fast_path_sharding_prop_cache_stats
-    from shardwise.experimental._attention import _HeadTailLoadBalancer
+    from shardwise.experimental._attention import _PTRRLoadBalancer
 
     assert not isinstance(3, OpStrategy)
     used = [OpDispatcher, OpSchema, mm_single_dim_strategy, register_op_strategy, _gen_transform_infos]
-    for name in [*used, _get_fast_path_sharding_prop_cache_stats, _HeadTailLoadBalancer]:
+    for name in [*used, _get_fast_path_sharding_prop_cache_stats, _PTRRLoadBalancer]:
         with pytest.raises(NotImplementedError, match=rf"(?s){name.__name__} was used.*why: .*fix: "):
             name(torch.ops.aten.mm.default)
     with pytest.raises(ImportError, match="OpSchemes"):

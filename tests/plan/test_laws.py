@@ -130,7 +130,7 @@ def test_a_cost_model_reaches_every_decision():
         x = sw.distribute_tensor(torch.randn(4, 4000), mesh, [sw.Shard(1)])
         sent = {}
         for name, model in (("few", few), ("small", small), ("few again", few)):
-            with sw.costs(model), counting() as ledger:
+            with sw.costs(model), sw.policy(reuse=0), counting() as ledger:
                 assert current_costs() is model
                 x.softmax(1)
             sent[name] = (ledger.collectives, ledger.bytes)
