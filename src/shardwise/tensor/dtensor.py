@@ -22,6 +22,7 @@ from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,
+    inference_error,
     is_parameter,
     new_dtensor,
 )
@@ -336,7 +337,7 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
 
 
 class _DataOfInferenceTensor:
-    """The class of `x.data` and `x.detach()` of an inference tensor, and of views of these: they may be written to."""
+    """The class of `x.data` and `x.detach()` of an inference tensor: they may be written to, views of them may not."""
 
     __slots__ = ()
 
@@ -354,21 +355,41 @@ class _DataOfInferenceTensor:
         # torch asks the first class of which no other is a subclass: what another class does must not be lost
         kinds = [t.__bases__[1] if issubclass(t, _DataOfInferenceTensor) else t for t in types]
         kind: Any = next((t for t in kinds if issubclass(t, DTensor) and t is not DTensor), DTensor)
-        first = read_schema(func).arguments[0]
+        schema = read_schema(func)
+        first = schema.arguments[0]
+        if not torch.is_inference_mode_enabled() and _writes_to_view(schema, args, kwargs or {}):
+            raise inference_error()
         if not first.alias or first.writes or not isinstance(args[0], _DataOfInferenceTensor):
             return kind.__torch_dispatch__(func, types, args, kwargs)
         with torch.inference_mode(False), torch.no_grad():
             result = kind.__torch_dispatch__(func, types, args, kwargs)
+        mixin = _DataOfInferenceTensor if func is torch.ops.aten.detach.default else _ViewOfData
         for x in result if isinstance(result, list | tuple) else (result,):
-            x.__class__ = _data_class(x.__class__)
+            x.__class__ = _data_class(x.__class__, mixin)
         return result
 
 
+class _ViewOfData(_DataOfInferenceTensor):
+    """The class of views of the data of an inference tensor."""
+
+    __slots__ = ()
+
+
+def _writes_to_view(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for i, argument in enumerate(schema.arguments):
+        if argument.writes:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for t in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(t, _ViewOfData):
+                    return True
+    return False
+
+
 @cache
-def _data_class(cls: Any) -> Any:
+def _data_class(cls: Any, mixin: Any = _DataOfInferenceTensor) -> Any:
     if issubclass(cls, _DataOfInferenceTensor):
-        return cls
-    return type(cls.__name__, (_DataOfInferenceTensor, cls), {"__slots__": ()})
+        cls = cls.__bases__[1]
+    return type(cls.__name__, (mixin, cls), {"__slots__": ()})
 
 
 def data_of_inference_tensor(x: DTensor) -> DTensor:

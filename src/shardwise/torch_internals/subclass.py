@@ -15,6 +15,7 @@ __all__ = [
     "disabled_torch_function",
     "has_views",
     "increment_versions",
+    "inference_error",
     "is_parameter",
     "is_used_elsewhere",
     "make_wrapper",
@@ -123,12 +124,17 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     1
     """
     if refuses_writes(tensors):
-        raise RuntimeError(
-            "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
-            "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
-            "  fix: write to x.clone(), or inside torch.inference_mode()."
-        )
+        raise inference_error()
     increment_versions(tensors)  # ignores tensors of inference mode
+
+
+def inference_error() -> RuntimeError:
+    """The error of a write to a tensor of inference mode outside of it."""
+    return RuntimeError(
+        "Inplace update to inference tensor outside InferenceMode is not allowed.\n"
+        "  why: The tensor was created in torch.inference_mode(), so autograd cannot see writes to it.\n"
+        "  fix: write to x.clone(), or inside torch.inference_mode()."
+    )
 
 
 def refuses_writes(tensors: Sequence[Tensor]) -> bool:
