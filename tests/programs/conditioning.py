@@ -22,15 +22,24 @@ _EXACT = frozenset(
 _SUMS = frozenset({"sum", "mean", "nansum", "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "cumsum"})
 """Ops whose terms may cancel: where they give 0, those in another order give a rounding error of the terms."""
 
+_TERMS = frozenset({"add", "sub", "rsub", "addcmul", "addcdiv", "lerp"})
+"""Ops that a pending sum passes through: the terms are rounded, which may be larger than their sum."""
+
 _UPDATES = frozenset({"add_", "sub_", "mul_", "div_", "addcdiv_", "addcmul_", "lerp_"})
 """In-place ops that round, as those of optimizers."""
 
 
 class Rounding(TorchDispatchMode):
-    """Change the floating-point results of ops by some units in the last place."""
+    """Change the floating-point results of ops by some units in the last place.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: that of the errors.
+        term: the magnitude of the terms of pending sums, 0 if there are none.
+    """
+
+    def __init__(self, seed: int, term: float = 0.0) -> None:
         super().__init__()
+        self.term = term
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
@@ -45,9 +54,10 @@ class Rounding(TorchDispatchMode):
                 [a for a in args if isinstance(a, Tensor) and a.is_floating_point()] if name in _SUMS else []
             )
             largest = max((float(a.abs().nan_to_num(0).max()) for a in terms if a.numel()), default=0.0)
-            return tree_map_only(Tensor, lambda t: self._round(t, largest), out)
+            term = self.term if name in _TERMS else 0.0
+            return tree_map_only(Tensor, lambda t: self._round(t, largest, term), out)
 
-    def _round(self, t: Tensor, largest: float) -> Tensor:
+    def _round(self, t: Tensor, largest: float, term: float) -> Tensor:
         if not (t.dtype.is_floating_point or t.dtype.is_complex) or t.layout is not torch.strided:
             return t
         # a derivative that is 0, of a forward-mode transform, has no memory that could be written to
@@ -58,4 +68,4 @@ class Rounding(TorchDispatchMode):
         errors = unit * signs.to(t.real.dtype if t.dtype.is_complex else t.dtype)
         if math.isfinite(largest) and largest > 0:
             t.add_(torch.where(t == 0, errors * largest, 0))
-        return t.mul_(1 + errors)
+        return t.mul_(1 + errors).add_(errors * term)

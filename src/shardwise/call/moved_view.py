@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardwise.call.arguments import map_tensors
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
@@ -24,7 +25,7 @@ from shardwise.call.view_scatter import on_memory, scatter_of
 from shardwise.call.view_writes import announce_write, overlaps_itself, run_on_memory
 from shardwise.call.writes import memory_of, note_write
 from shardwise.comm import map_ranks
-from shardwise.layout import Spec
+from shardwise.layout import Spec, is_dense
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block, data_of_inference_tensor, local_slot
 from shardwise.tensor.implicit import to_layout
@@ -290,6 +291,8 @@ class MovedView(DTensor):
             check_overlap(call)
             args = computing_operands(call)
             call = OpCall(func, args, kwargs)
+        elif not info.is_view:
+            args, kwargs = map_tensors(_without_gaps, args), map_tensors(_without_gaps, kwargs)
         for t in written:
             if is_repeated(t) and (t.is_conj() or t.is_neg()):
                 raise repeated_error(func)  # its value is computed, and copied back
@@ -331,6 +334,17 @@ class MovedView(DTensor):
             source.base, name, source.args, source.kwargs, source.number, source.kind,
             block, self._spec, self.requires_grad,
         )  # fmt: skip
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """A conjugated or negated operand as kernels see it: torch computes it before, into memory without gaps."""
+    if not isinstance(x, MovedView) or not (x.is_conj() or x.is_neg()):
+        return x
+    spec = x._spec
+    if spec.stride is None or is_dense(spec.shape, spec.stride):
+        return x
+    stride = torch.empty_strided(spec.shape, spec.stride, device="meta").clone().stride()
+    return DTensor(x._local_tensor, spec.with_layout(spec.layout, stride))
 
 
 def rebuild_view(

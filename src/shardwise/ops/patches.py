@@ -121,7 +121,10 @@ PATCHES: tuple[AnyPatch, ...] = (
     *(
         PythonPatch(target, _as_method(target[1]), "as a method, which is DTensor's own")
         for target in python_functions(
-            f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_")
+            f"torch.{name}"
+            for name in (
+                "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "detach_", "resize_as_",
+            )  # fmt: skip
         )
     ),
     *(

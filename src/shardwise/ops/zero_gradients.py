@@ -78,4 +78,4 @@ class _Sign(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return torch.zeros_like(grads[0])
+        return torch.zeros_like(grads[0], memory_format=torch.contiguous_format)

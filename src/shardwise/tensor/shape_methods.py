@@ -27,7 +27,7 @@ from shardwise.torch_internals.subclass import (
     view_base,
     view_offset,
 )
-from shardwise.torch_internals.tracing import is_recording
+from shardwise.torch_internals.tracing import is_recording, is_tracing
 
 __all__ = ["CHANGE_SHAPES", "ShapeMethods"]
 
@@ -218,6 +218,33 @@ def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) 
     return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
 
 
+def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """`as_strided_scatter`: offsets count from the beginning of the memory that `x` is a view of."""
+    if x.is_conj() or x.is_neg():
+        x = x.clone()  # torch computes the values before
+    root = view_base(x)
+    if root is None:
+        return torch.Tensor.as_strided_scatter(x, src, size, stride, storage_offset)
+    first = view_offset(x)
+    memory = root if root.requires_grad == x.requires_grad else root.detach()
+    if memory.dtype is not x.dtype:
+        memory = torch.view_as_real(memory) if memory.is_complex() else memory.view(x.dtype)
+    out = torch.Tensor.as_strided_scatter(
+        memory, src, size, stride, first if storage_offset is None else storage_offset
+    )
+    out = torch.Tensor.as_strided(out, x.shape, x.stride(), first)
+    return out.clone() if is_dense(out.shape, out.stride()) else out
+
+
+def _strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    return _strided(x, size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
+
+
+def _storage_offset(x: Any) -> int:
+    """Where the tensor begins in the memory of the one that it is a view of."""
+    return 0 if view_base(x) is None or is_tracing() else view_offset(x)
+
+
 def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
     """The first elements of a tensor in another shape; None if that is not a view of it."""
     if len(size) == 1 and not isinstance(size[0], int):
@@ -255,6 +282,9 @@ class ShapeMethods:
     squeeze_ = _becoming("squeeze_", torch.Tensor.squeeze)
     unsqueeze_ = _becoming("unsqueeze_", torch.Tensor.unsqueeze)
     as_strided: Any = _strided
+    as_strided_copy: Any = _strided_copy
+    as_strided_scatter: Any = _strided_scatter
+    storage_offset: Any = _storage_offset
     as_strided_ = _becoming("as_strided_", _strided)
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)
