@@ -19,7 +19,9 @@ _EXACT = frozenset(
     {"clone", "zeros_like", "ones_like", "full", "arange", "cat", "stack", "flip", "roll", "index"}
 )
 
-_SUMS = frozenset({"sum", "mean", "nansum", "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "cumsum"})
+_SUMS = frozenset(
+    {"sum", "mean", "nansum", "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "cumsum", "var_mean", "std_mean"}
+)
 """Ops whose terms may cancel: where they give 0, those in another order give a rounding error of the terms."""
 
 _TERMS = frozenset({"add", "sub", "rsub", "addcmul", "addcdiv", "lerp"})
@@ -67,5 +69,5 @@ class Rounding(TorchDispatchMode):
         signs = torch.randint(-1, 2, t.shape, generator=self.generator)
         errors = unit * signs.to(t.real.dtype if t.dtype.is_complex else t.dtype)
         if math.isfinite(largest) and largest > 0:
-            t.add_(torch.where(t == 0, errors * largest, 0))
+            t.add_(torch.where(t.abs() <= unit * largest, errors * largest, 0))
         return t.mul_(1 + errors).add_(errors * term)

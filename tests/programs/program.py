@@ -99,7 +99,8 @@ class Difference:
 def dense_values(shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:
     """Values without ties or zeros, if they are floating point, whose sums of a few terms are exact."""
     with no_dispatch():  # inputs have no rounding errors
-        return _dense_values(shape, dtype, seed)
+        values = _dense_values(shape, dtype, seed)
+        return torch.empty(shape, dtype=values.dtype).copy_(values)  # contiguous also if it is empty
 
 
 def _dense_values(shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:

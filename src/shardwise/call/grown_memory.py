@@ -21,7 +21,7 @@ from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout, Spec, is_dense
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block
-from shardwise.torch_internals.subclass import view_base, view_offset
+from shardwise.torch_internals.subclass import view_base
 
 __all__ = ["GrownSource", "grown"]
 
@@ -121,7 +121,9 @@ def grown(x: DTensor, shape: Sequence[int], form: torch.memory_format | None) ->
 
     Nothing of `x` changes, except that the storage of blocks that all ranks hold in full grows.
     """
-    root, offset = view_base(x), view_offset(x)
+    if tuple(shape) == tuple(x.shape):
+        return None
+    root, offset = view_base(x), x.storage_offset()
     memory = root if isinstance(root, DTensor) else x
     source = memory._source
     size = math.prod(shape)
@@ -130,6 +132,8 @@ def grown(x: DTensor, shape: Sequence[int], form: torch.memory_format | None) ->
         return None
     like = torch.empty(shape, device="meta").contiguous(memory_format=form or torch.contiguous_format)
     stride = like.stride()
+    if memory.dtype is not x.dtype:
+        raise RuntimeError(_PART.format(shape=tuple(shape), spec=x._spec))
     if source is not None and source.is_grown:
         memory, offset = source.base, offset + source.offset
     elif source is not None or not _is_whole(memory):

@@ -136,9 +136,9 @@ def _is_identity(call: OpCall) -> bool:
     """Whether an `as_strided` returns the tensor as it is, so that its memory need not be known."""
     x, size, stride = call.args[:3]
     offset = call.named["storage_offset"]
-    return (
-        tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and offset in (None, x.storage_offset())
-    )
+    if tuple(size) != tuple(x.shape) or tuple(stride) != x.stride():
+        return False
+    return offset is None or offset == x.storage_offset()
 
 
 def _resizing_variant(call: OpCall) -> Any | None:

@@ -99,6 +99,8 @@ def _resolve(is_lazy: Any) -> Any:
     return lambda x: x.clone() if is_lazy(x) else x
 
 
+_METHODS = "as_strided as_strided_ as_strided_copy as_strided_scatter detach_ resize_as_".split()
+
 PATCHES: tuple[AnyPatch, ...] = (
     KernelPatch(
         aten.tensor_split.tensor_indices_or_sections,
@@ -120,12 +122,7 @@ PATCHES: tuple[AnyPatch, ...] = (
     ),
     *(
         PythonPatch(target, _as_method(target[1]), "as a method, which is DTensor's own")
-        for target in python_functions(
-            f"torch.{name}"
-            for name in (
-                "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "detach_", "resize_as_",
-            )  # fmt: skip
-        )
+        for target in python_functions(f"torch.{name}" for name in _METHODS)
     ),
     *(
         OpPatch(

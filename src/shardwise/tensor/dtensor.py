@@ -17,11 +17,12 @@ from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
-from shardwise.tensor.shape_methods import ShapeMethods
+from shardwise.tensor.shape_methods import REPLACED, ShapeMethods
 from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,
+    has_views,
     inference_error,
     is_parameter,
     new_dtensor,
@@ -143,6 +144,8 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
                 "  why: The layout of a plain tensor on the mesh is unknown.\n"
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
+        if has_views(self):
+            self.__dict__[REPLACED] = True
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._adopt(new)
         if issubclass(type(new), _DataOfInferenceTensor):

@@ -29,7 +29,7 @@ from shardwise.torch_internals.subclass import (
 )
 from shardwise.torch_internals.tracing import is_recording, is_tracing
 
-__all__ = ["CHANGE_SHAPES", "ShapeMethods"]
+__all__ = ["CHANGE_SHAPES", "REPLACED", "ShapeMethods"]
 
 
 _USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
@@ -40,6 +40,14 @@ retain_grad() was called on it.
 _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
   why: The view was created, then x.{name}(...) was called, then x.requires_grad_().
   fix: create the view after x.requires_grad_()."""
+
+
+_REPLACED_MEMORY = """The place of the DTensor {spec} in memory was asked for.
+  why: It is a view of a tensor whose memory was replaced (x.data = y, x.set_(y)), so where it begins in the former memory is not known.
+  fix: create the view after that, or use indices in place of strides and offsets."""
+
+REPLACED = "_shardwise_replaced"
+"""The attribute of tensors whose memory was replaced while there were views of it."""
 
 
 def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
@@ -197,6 +205,12 @@ def _retain_grad(self: Any) -> None:
 
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     """Let autograd record ops on the tensor, or not."""
+    if requires_grad and self.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Setting requires_grad=True on inference tensor outside InferenceMode is not allowed.\n"
+            "  why: The tensor has the memory of one that was created in torch.inference_mode().\n"
+            "  fix: x = x.clone().requires_grad_()"
+        )
     former = None if self.requires_grad or not requires_grad else _former_self(self)
     if former is not None:
         self._become(self.detach(), is_write=False)
@@ -205,10 +219,24 @@ def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     return torch.Tensor.requires_grad_(self, requires_grad)
 
 
+def _memory_root(x: Any) -> Any:
+    """The tensor that `x` is a view of, or None.
+
+    Raises if the memory of that tensor was replaced: where `x` begins in the former one is not known.
+    """
+    root = view_base(x)
+    if root is not None and root.__dict__.get(REPLACED):
+        raise RuntimeError(_REPLACED_MEMORY.format(spec=x._spec))
+    return root
+
+
 def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """`as_strided` of the tensor that `x` is a view of: sizes and strides may reach elements outside of `x`."""
-    root, size, stride = view_base(x), tuple(size), tuple(stride)
-    if root is None or (not storage_offset and (size, stride) == (tuple(x.shape), x.stride())):
+    size, stride = tuple(size), tuple(stride)
+    if not storage_offset and (size, stride) == (tuple(x.shape), x.stride()):
+        return torch.Tensor.as_strided(x, size, stride, storage_offset)
+    root = _memory_root(x)
+    if root is None:
         return torch.Tensor.as_strided(x, size, stride, storage_offset)
     out = torch.Tensor.as_strided(
         root, size, stride, view_offset(x) if storage_offset is None else storage_offset
@@ -222,7 +250,7 @@ def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: i
     """`as_strided_scatter`: offsets count from the beginning of the memory that `x` is a view of."""
     if x.is_conj() or x.is_neg():
         x = x.clone()  # torch computes the values before
-    root = view_base(x)
+    root = _memory_root(x)
     if root is None:
         return torch.Tensor.as_strided_scatter(x, src, size, stride, storage_offset)
     first = view_offset(x)
@@ -242,7 +270,7 @@ def _strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = N
 
 def _storage_offset(x: Any) -> int:
     """Where the tensor begins in the memory of the one that it is a view of."""
-    return 0 if view_base(x) is None or is_tracing() else view_offset(x)
+    return 0 if is_tracing() or _memory_root(x) is None else view_offset(x)
 
 
 def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
@@ -256,7 +284,7 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
         return None
     if x.is_contiguous() and math.prod(shape) <= x.numel():
         return x.view(-1)[: math.prod(shape)].view(shape)
-    above = view_base(x)
+    above = _memory_root(x)
     root = x if above is None else above
     if not is_dense(root.shape, root.stride()) or view_offset(x) + math.prod(shape) > root.numel():
         return None
