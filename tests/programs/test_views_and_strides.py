@@ -79,6 +79,29 @@ PROGRAMS = (
     b = x.as_strided_scatter((x * 2)[:2], (2,), (1,), 3)
     (b * b).sum().backward()
     g = x.grad""",
+    """x = make((4, 1), L, 'int64')
+    e = x.expand(2, 4, 1)[:, :, :0]
+    torch._foreach_neg_([e, x])""",
+    """x = make((0,), L0, grad=True)
+    w = make((2,), L0, grad=True)
+    y = torch.cat([x, w])
+    (g,) = torch.autograd.grad((y * y).sum(), [x], create_graph=True)
+    h = torch.where(g > 0, g, x)""",
+    """x = make((4, 3), L)
+    p = torch.nn.Parameter(x)
+    (p * p).sum().backward()
+    q = deepcopy(p)
+    has_grad = [p.grad is not None, q.grad is not None]""",
+    """x = make((4,), L0, 'complex128')
+    with torch.no_grad(): y = x.real.narrow(0, 3, 1)
+    y.resize_(1)
+    r = y.chunk(3, 0)[-1]""",
+    """x = make((4, 3), L)
+    v = x[1:]
+    x.data = x.clone()
+    w = x[1:]
+    w.resize_(2)
+    a = v.as_strided(v.size(), v.stride())""",
     """x = make((2, 4, 6), L)
     y = torch.max_pool1d(x, 2)
     y.detach_()""",

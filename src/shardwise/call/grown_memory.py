@@ -121,14 +121,16 @@ def grown(x: DTensor, shape: Sequence[int], form: torch.memory_format | None) ->
 
     Nothing of `x` changes, except that the storage of blocks that all ranks hold in full grows.
     """
-    if tuple(shape) == tuple(x.shape):
+    if tuple(shape) == tuple(x.shape) or (x.is_contiguous() and math.prod(shape) <= x.numel()):
         return None
     root, offset = view_base(x), x.storage_offset()
     memory = root if isinstance(root, DTensor) else x
     source = memory._source
     size = math.prod(shape)
     known = memory.numel() if source is None or not source.is_grown else source.base.numel()
-    if not known or x._spec.stride is None or offset + size <= memory.numel() or min(shape, default=0) < 0:
+    if not known or x._spec.stride is None or min(shape, default=0) < 0:
+        return None
+    if (offset + size) * x.element_size() <= memory.numel() * memory.element_size():
         return None
     like = torch.empty(shape, device="meta").contiguous(memory_format=form or torch.contiguous_format)
     stride = like.stride()

@@ -29,7 +29,7 @@ from shardwise.layout import Spec, is_dense
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block, data_of_inference_tensor, local_slot
 from shardwise.tensor.implicit import to_layout
-from shardwise.torch_internals.subclass import is_parameter, view_base
+from shardwise.torch_internals.subclass import bump_versions, is_parameter, view_base
 
 __all__ = ["MovedView", "remember_base"]
 
@@ -291,7 +291,7 @@ class MovedView(DTensor):
             check_overlap(call)
             args = computing_operands(call)
             call = OpCall(func, args, kwargs)
-        elif not info.is_view:
+        elif not any(a.alias for a in info.arguments):  # no result is a view
             args, kwargs = map_tensors(_without_gaps, args), map_tensors(_without_gaps, kwargs)
         for t in written:
             if is_repeated(t) and (t.is_conj() or t.is_neg()):
@@ -299,7 +299,10 @@ class MovedView(DTensor):
             announce_write(func, t)
         for t in written:
             if info.qualified_name not in FILLS and overlaps_itself(t):
-                return run_on_memory(call, t)
+                result = run_on_memory(call, t)
+                if info.arguments[0].type.startswith("List"):
+                    bump_versions(args[0])  # autograd does it for ops of single tensors
+                return result
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             for t in written:

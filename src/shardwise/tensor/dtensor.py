@@ -329,8 +329,9 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
         copy = self._copy_blocks({} if is_parameter(self) else memo)
         copy.requires_grad_(self.requires_grad)
         copy.__dict__.update(self.__dict__)
+        copy.__dict__.pop(REPLACED, None)
         memo[id(self)] = copy
-        if self.grad is not None:
+        if self.grad is not None and not is_parameter(self):  # torch copies a parameter without its gradient
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
 

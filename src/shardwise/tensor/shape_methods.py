@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from shardwise.comm import PerRank
 from shardwise.layout import contiguous_stride, is_dense
 from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.subclass import (
     can_become_view,
     has_views,
     is_used_elsewhere,
+    storage_id,
     view_base,
     view_offset,
 )
@@ -225,9 +227,17 @@ def _memory_root(x: Any) -> Any:
     Raises if the memory of that tensor was replaced: where `x` begins in the former one is not known.
     """
     root = view_base(x)
-    if root is not None and root.__dict__.get(REPLACED):
+    if root is not None and root.__dict__.get(REPLACED) and _storage_of(x) != _storage_of(root):
         raise RuntimeError(_REPLACED_MEMORY.format(spec=x._spec))
     return root
+
+
+def _storage_of(x: Any) -> int:
+    """The storage of the block that a tensor is computed from, on the first rank if there are several."""
+    while x._source is not None:
+        x = x._source.base
+    block = x._local_tensor
+    return storage_id(block.ranks[0] if isinstance(block, PerRank) else block)
 
 
 def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
