@@ -24,7 +24,10 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Replace the block and spec of the first argument by those of the out-of-place op's result."""
     x: DTensor = args[0]
     if func is aten.set_.source_Tensor:
-        x.data = args[1]
+        if isinstance(args[1], DTensor):
+            x._replace_data(args[1])
+        else:
+            x.data = args[1]  # raises
         return x
     if func is aten.resize_.default and tuple(args[1]) == tuple(x.shape) and not kwargs.get("memory_format"):
         return x  # whatever its strides are

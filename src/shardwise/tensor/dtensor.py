@@ -17,7 +17,7 @@ from shardwise.layout import Layout, Placement, Spec
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
-from shardwise.tensor.shape_methods import REPLACED, ShapeMethods
+from shardwise.tensor.shape_methods import REPLACED, ShapeMethods, may_leave_views
 from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
@@ -145,7 +145,17 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
         if has_views(self):
+            if (self.shape, self.stride()) != (new.shape, new.stride()) and may_leave_views(self):
+                # views are computed from what the tensor was, which would have another shape
+                fresh: Any = self.detach()
+                fresh._replace_data(new)
+                self._become(fresh, is_write=False)
+                return
             self.__dict__[REPLACED] = True
+        self._replace_data(new)
+
+    def _replace_data(self, new: DTensor) -> None:
+        """Take the blocks and the layout of another tensor, whatever views there are."""
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._adopt(new)
         if issubclass(type(new), _DataOfInferenceTensor):

@@ -22,6 +22,7 @@ from shardwise.comm import PerRank
 from shardwise.layout import contiguous_stride, is_dense
 from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.subclass import (
+    bump_versions,
     can_become_view,
     has_views,
     is_used_elsewhere,
@@ -31,7 +32,7 @@ from shardwise.torch_internals.subclass import (
 )
 from shardwise.torch_internals.tracing import is_recording, is_tracing
 
-__all__ = ["CHANGE_SHAPES", "REPLACED", "ShapeMethods"]
+__all__ = ["CHANGE_SHAPES", "REPLACED", "ShapeMethods", "may_leave_views"]
 
 
 _USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
@@ -92,6 +93,22 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
 def _can_change_places(x: Any) -> bool:
     """Whether an object can become another tensor; a graph that is recorded would still refer to what it was."""
     return not torch.compiler.is_compiling() and x._can_change_places and not is_recording()
+
+
+def may_leave_views(x: Any) -> bool:
+    """Whether an object can become a tensor with other memory, while its views keep what it was."""
+    return view_base(x) is None and not x.requires_grad and not x.is_inference() and _can_change_places(x)
+
+
+def _set(self: Any, *source: Any, **kwargs: Any) -> Any:
+    """Take the memory of another tensor."""
+    if len(source) != 1 or kwargs or not hasattr(source[0], "_spec") or not may_leave_views(self):
+        return torch.Tensor.set_(self, *source, **kwargs)
+    if not has_views(self) or torch.is_inference_mode_enabled():
+        return torch.Tensor.set_(self, *source)
+    bump_versions([self])
+    self.data = source[0]
+    return self
 
 
 class _NewNode(torch.autograd.Function):
@@ -324,6 +341,7 @@ class ShapeMethods:
     as_strided_scatter: Any = _strided_scatter
     storage_offset: Any = _storage_offset
     as_strided_ = _becoming("as_strided_", _strided)
+    set_: Any = _set
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)
     detach_: Any = _detach
