@@ -40,8 +40,8 @@ _AFTER_REPLAYS = (
     "does not require grad and does not have a grad_fn",  # the whole graph is lost with the view
     "more than one element of the written-to tensor",  # `as_strided` has a dense gradient, that of other views is expanded
 )
-_OF_DENSE = "ZeroTensors are immutable"
-"""What torch raises for gradients without memory, which it writes to; those of DTensors have memory."""
+_OF_DENSE = ("ZeroTensors are immutable", "on an invalid python storage")
+"""What torch raises for gradients without memory, which it writes to or copies; those of DTensors have memory."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,10 @@ def run_dense(program: Program, rounding: int | None = None) -> Outcome:
 def with_errors(program: Program) -> Program:
     """The program with the errors that its statements raise on one device, up to one that only dense tensors have."""
     run = _run(program, environment(put_dense), _detached, stop_at_error=False)
-    last = next((i for i, text in enumerate(run.messages) if _OF_DENSE in text), len(run.errors))
+    last = next(
+        (i for i, text in enumerate(run.messages) if any(known in text for known in _OF_DENSE)),
+        len(run.errors),
+    )
     pairs = zip(program.statements[:last], run.errors, strict=False)
     return Program(program.mesh, tuple(Statement(s.code, error) for s, error in pairs))
 

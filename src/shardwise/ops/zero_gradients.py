@@ -95,11 +95,13 @@ class _Sign(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
         with beneath_patches():
             return aten.sgn.default(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.saved_tensors  # raises if it was written to, as torch's own node does
         return torch.zeros_like(grads[0], memory_format=torch.contiguous_format)
 
 
