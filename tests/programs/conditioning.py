@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 
-__all__ = ["Rounding"]
+__all__ = ["Rounding", "SeparateOperands"]
 
 _EXACT = frozenset(
     {"clone", "zeros_like", "ones_like", "full", "arange", "cat", "stack", "flip", "roll", "index"}
@@ -71,3 +71,35 @@ class Rounding(TorchDispatchMode):
         if math.isfinite(largest) and largest > 0:
             t.add_(torch.where(t.abs() <= unit * largest, errors * largest, 0))
         return t.mul_(1 + errors).add_(errors * term)
+
+
+class SeparateOperands(TorchDispatchMode):
+    """Copy the operands of in-place ops that overlap the tensor that is written to, but are not it.
+
+    What a kernel reads that it has written before depends on its order: a program that this changes is not defined.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = [
+            a
+            for a, s in zip(args, func._schema.arguments, strict=False)
+            if s.alias_info and s.alias_info.is_write
+        ]
+        targets = [t for a in written for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+
+        def separate(t: Tensor) -> Tensor:
+            overlapping = [w for w in targets if w is not t and _shares_storage(w, t)]
+            return t.clone() if any(_place(w) != _place(t) for w in overlapping) else t
+
+        rest = tree_map_only(Tensor, separate, args[1:]) if targets else args[1:]
+        return func(*args[:1], *rest, **(kwargs or {}))
+
+
+def _shares_storage(a: Tensor, b: Tensor) -> bool:
+    return a.layout is b.layout is torch.strided and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _place(t: Tensor) -> Any:
+    return t.storage_offset(), t.shape, t.stride()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from tests.programs.conditioning import Rounding
+from tests.programs.conditioning import Rounding, SeparateOperands
 from tests.values import tensor
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
@@ -36,6 +36,8 @@ _REPLAYS_VIEWS = "new_fn INTERNAL ASSERT FAILED"
 For plain tensors it derives the view from strides; for subclasses it runs the view op again, and expects a gradient of it.
 """
 
+_SEPARATE = -1
+"""In place of the seed of rounding errors: operands that overlap what is written to are copied."""
 _AFTER_REPLAYS = (
     "does not require grad and does not have a grad_fn",  # the whole graph is lost with the view
     "more than one element of the written-to tensor",  # `as_strided` has a dense gradient, that of other views is expanded
@@ -204,12 +206,16 @@ def _run(program: Program, env: dict[str, Any], read: Callable[[Any], Any], stop
 
 
 def run_dense(program: Program, rounding: int | None = None) -> Outcome:
-    """Run a program on one device, with random rounding errors of the given seed."""
+    """Run a program on one device, with random rounding errors of the given seed, or as `_SEPARATE` says."""
     env = environment(put_dense)
     if rounding is None:
         return _run(program, env, _detached, stop_at_error=True)
     # the terms that `tests.values.parts` draws are up to 3
-    with Rounding(rounding, term=3.0 if any("P(" in s.code for s in program.statements) else 0.0):
+    with (
+        SeparateOperands()
+        if rounding < 0
+        else Rounding(rounding, term=3.0 if any("P(" in s.code for s in program.statements) else 0.0)
+    ):
         return _run(program, env, _detached, stop_at_error=True)
 
 
@@ -268,13 +274,22 @@ def difference(program: Program, mesh: sw.DeviceMesh, dense: Outcome | None = No
             return Difference(
                 "error", f"statement {i} raises {got or 'nothing'}, not {program.statements[i].raises}"
             )
-        if difference := _described_differently(mine.described[i], dense.described[i], dense.derives_views):
+        detaches = any(".detach_()" in s.code for s in program.statements[: i + 1])
+        if difference := _described_differently(
+            mine.described[i], dense.described[i], dense.derives_views, detaches
+        ):
             if _depends_on_rounding(program, dense, i):
                 return None
             return Difference("description", f"after statement {i}, {difference}")
     wrong = [name for name, want in dense.values.items() if not _close(mine.values.get(name), want)]
     if not wrong or any("] = " in s.code for s in program.statements if s.raises):
         return None  # what a write that is refused has written is not defined
+    defined = run_dense(program, _SEPARATE)
+    if any(
+        not _close([v] if isinstance(v, Tensor) else v, defined.values.get(n))
+        for n, v in dense.values.items()
+    ):
+        return None
     trials = [
         trial for trial in (run_dense(program, seed) for seed in range(8)) if trial.errors == dense.errors
     ]
@@ -310,11 +325,15 @@ def _is_kind_of(got: str, want: str) -> bool:
     return got in ours and want in [kind.__name__ for kind in ours[got].__mro__]
 
 
-def _described_differently(mine: Mapping[str, str], dense: Mapping[str, str], derives_views: bool) -> str:
+def _described_differently(
+    mine: Mapping[str, str], dense: Mapping[str, str], derives_views: bool, detaches: bool
+) -> str:
     for name, want in dense.items():
         got = mine.get(name)
         if derives_views and got is not None and _without_strides(got) == _without_strides(want):
             continue
+        if got == f"{want.removesuffix(' leaf')} requires_grad leaf" and detaches:
+            continue  # a view without a graph: its base requires a gradient for those that have one
         if got != want:
             return f"{name} is {mine.get(name)}, not {want}"
     return ""

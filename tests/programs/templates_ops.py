@@ -131,7 +131,7 @@ _INPLACE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _NUMBERS = (
-    "{x}.sum().item()", "{x}.tolist()", "tuple({x}.shape)", "{x}.numel()", "bool(({x} == {x}).all())", "{x}.stride()",
+    "{x}.sum().item()", "{x}.tolist()", "tuple({x}.shape)", "{x}.numel()", "bool(({x} == {x}).all())", "[s for s, n in zip({x}.stride(), {x}.shape) if n > 1 and {x}.numel()]",
     "torch.equal({x}, {x})", "torch.allclose({x}, {x} + 0)", "len({x})", "{x}.is_contiguous()", "float({x}.sum())", "{x}.dim()",
     "torch.equal({x}, {s})", "{x}.max().item()",
 )  # fmt: skip

@@ -51,7 +51,7 @@ from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.autograd import in_backward
-from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
+from shardwise.torch_internals.dispatcher import is_composite, records_views, run_composite, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 from shardwise.torch_internals.subclass import bump_versions, new_dtensor
 
@@ -203,9 +203,9 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             t.is_inference() for t in tensors_in(args[:1])
         )
         if not is_inference or records_views(func):
-            return func.decompose(*args, **kwargs)
+            return run_composite(func, args, kwargs)
         with tracking_views():
-            return func.decompose(*args, **kwargs)
+            return run_composite(func, args, kwargs)
 
 
 def _is_distributed(x: Any) -> bool:
