@@ -19,7 +19,7 @@ def _contiguous(call: Call, place: Place) -> Local | None:
     """
     if "d" not in place.sharded:
         return None
-    table: Step = ("aten.contiguous.default", (Slot(0),), {})
+    table: Step = ("blocks.contiguous", (Slot(0),), {})
     return Local((table, call.step(weight=Out(0))))
 
 
