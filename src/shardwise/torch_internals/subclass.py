@@ -26,10 +26,13 @@ __all__ = [
     "version",
     "view_base",
     "view_offset",
+    "without_torch_functions",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
 
+without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of tensor subclasses is not called."""
 increment_versions: Any = torch._C._increment_version
 """`bump_versions` without its check: tensors of inference mode are passed over."""
 _is_inference: Any = torch.Tensor.is_inference
