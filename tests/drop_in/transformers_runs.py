@@ -93,8 +93,11 @@ def _part(batch: Tensor, mode: str) -> Tensor:
     return per_rank(lambda rank: part[rank * parts // world])
 
 
-def train(name: str, mode: str, **changes: Any) -> dict[str, Any]:
-    """Train both for two steps, generate, save and load again: the greatest difference of each."""
+def train(name: str, mode: str, clip: bool = True, **changes: Any) -> dict[str, Any]:
+    """Train both for two steps, generate, save and load again: the greatest difference of each.
+
+    Torch's DTensor does not clip parameters of both kinds; `clip=False` shows the rest.
+    """
     with Float64():
         dense, model, folder = load(name, mode, **changes)
         out: dict[str, Any] = {"split": sum(hasattr(p, "placements") for p in model.parameters())}
@@ -112,8 +115,9 @@ def train(name: str, mode: str, **changes: Any) -> dict[str, Any]:
                     losses.append((_full(loss).detach(), want.detach()))
             if step == 0:
                 out["gradients"] = _gradients(model, dense)
-            norms = [_full(nn.utils.clip_grad_norm_(m.parameters(), 1.0)) for m in (model, dense)]
-            out["norm"] = _worst([norms[0]], [norms[1]])
+            if clip:
+                norms = [_full(nn.utils.clip_grad_norm_(m.parameters(), 1.0)) for m in (model, dense)]
+                out["norm"] = _worst([norms[0]], [norms[1]])
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
