@@ -92,7 +92,9 @@ def test_gradients_along_large_rows_are_not_gathered():
         assert compare(fn, [randn(2, 40_000)], ["1"]).bytes < 1000
 
 
-@pytest.mark.parametrize(("order", "reduce_op"), [(0, "sum"), (1, "sum"), (math.inf, "max"), (-math.inf, "min")])
+@pytest.mark.parametrize(
+    ("order", "reduce_op"), [(0, "sum"), (1, "sum"), (math.inf, "max"), (-math.inf, "min")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_norms_that_are_sums_or_extrema_stay_pending(order, reduce_op, dtype):
     whole = randn(6, 3).to(dtype)

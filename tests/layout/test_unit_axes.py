@@ -36,7 +36,9 @@ def test_the_placements_that_a_spec_shows_are_those_of_its_layout(data):
 
 def test_a_split_inner_factor_is_written_as_in_torch():
     line = Axes((3,))
-    assert shown_placements(Layout(line, [(Factor(4), Factor(5, (0,)))])) == (StridedShard(0, split_factor=4),)
+    assert shown_placements(Layout(line, [(Factor(4), Factor(5, (0,)))])) == (
+        StridedShard(0, split_factor=4),
+    )
     square = Axes((2, 3))
     both = Layout(square, [(Factor(4, (0,)), Factor(5, (1,)))])
     assert shown_placements(both) == (Shard(0), StridedShard(0, split_factor=2))
