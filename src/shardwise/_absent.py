@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn
 
 __all__ = ["absent"]
@@ -18,9 +17,7 @@ class _Absent(type):
         raise NotImplementedError(cls._explanation)
 
 
-def absent(
-    module: str, names: str, *, why: str, fix: str, attributes: dict[str, Any] | None = None
-) -> Callable[[str], type]:
+def absent(module: str, names: str, *, why: str, fix: str) -> Callable[[str], type]:
     """The `__getattr__` of a module with these names, which raise `NotImplementedError` when they are called.
 
     Args:
@@ -28,19 +25,16 @@ def absent(
         names: the names, separated by blanks.
         why: why there is no such thing.
         fix: what to use.
-        attributes: those that programs read or set, by name.
 
     >>> absent("_op_schema", "OpSchema", why="Layouts follow from rules.", fix="register_sharding")("OpSchema")
     <class 'shardwise._op_schema.OpSchema'>
     """
     known = frozenset(names.split())
 
-    @cache  # the same class each time, because its attributes may be set
     def get(name: str) -> type:
         if name not in known:
             raise AttributeError(f"module 'shardwise.{module}' has no attribute {name!r}")
         text = f"shardwise.{module}.{name} was used.\n  why: {why}\n  fix: {fix}"
-        members = {"__module__": f"shardwise.{module}", "_explanation": text}
-        return _Absent(name, (), members | (attributes or {}))
+        return _Absent(name, (), {"__module__": f"shardwise.{module}", "_explanation": text})
 
     return get

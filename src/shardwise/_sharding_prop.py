@@ -1,7 +1,5 @@
 """Where torch keeps the propagation of shardings; here routes and rules decide, in `shardwise.dispatch`."""
 
-from contextlib import nullcontext
-
 from shardwise._absent import absent
 
 __all__: list[str] = []
@@ -11,5 +9,4 @@ __getattr__ = absent(
     "LocalLRUCache ShardingPropagator",
     why="Layouts of results follow from rules, so there is no object that propagates shardings.",
     fix="shardwise.register_sharding(op) adds a rule.",
-    attributes={"_fake_mode_lock": nullcontext()},  # set by torch's base class for tests on threads
 )
