@@ -37,7 +37,9 @@ def decomposed_graphs(
     backend = aot_autograd(
         fw_compiler=keep(forward), bw_compiler=keep(backward), decompositions=select_decomp_table()
     )
-    out = torch.compile(copy.deepcopy(module), backend=backend)(*args, **kwargs)
+    run = copy.deepcopy(module)
+    # a function, since compiling a module warns of hooks that all modules have
+    out = torch.compile(lambda *args, **kwargs: run(*args, **kwargs), backend=backend)(*args, **kwargs)
     results = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if results:
         torch.autograd.backward([t.sum() for t in results])
