@@ -63,7 +63,7 @@ def check_operands(call: OpCall) -> None:
         if isinstance(t, DTensor):
             if t.device_mesh != call.mesh:
                 raise MeshError(
-                    f"{call.func} got tensors on {call.mesh} and on {t.device_mesh}.",
+                    f"Sharding propagation failed: {call.func} got tensors on {call.mesh} and on {t.device_mesh}.",
                     why="An op runs on one mesh. An operand that is not written to and needs no gradient joins a sub-mesh if it is "
                     "replicated along the other axes, and a larger mesh where plain tensors count as replicated.",
                     fix="Distribute both over one mesh.",

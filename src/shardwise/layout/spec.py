@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement, Shard, StridedShard
-from shardwise.layout.unit_axes import UnitPlacements, spelled
+from shardwise.layout.unit_axes import UnitPlacements, shown_placements, spelled
 
 __all__ = ["ShardOrderEntry", "Spec", "TensorMeta", "dtype_text", "restore_spec"]
 
@@ -86,7 +86,7 @@ class Spec(Immutable):
         if known is not None:
             return known
         new = object.__new__(cls)
-        shown = list(layout.placements)
+        shown = list(layout.placements if units else shown_placements(layout))
         for axis, placement in units:
             shown[axis] = placement
         new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride, units=units)

@@ -21,6 +21,7 @@ from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.memory_patches import memory_patches
 from shardwise.ops.packed_sequences import packed_sequence_patches
+from shardwise.ops.pending_gradients import gradient_patches, settle_before_steps
 from shardwise.ops.pooling import pooling_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
@@ -144,6 +145,7 @@ PATCHES: tuple[AnyPatch, ...] = (
     ),
     *composite_patches(),
     *dropout_patches(),
+    *gradient_patches(),
     *index_patches(),
     *inner_plain_patches(),
     *memory_patches(),
@@ -159,3 +161,4 @@ PATCHES: tuple[AnyPatch, ...] = (
 def install_patches() -> None:
     """Apply all patches; `shardwise.torch_internals.rng` applies those of torch's seeding functions."""
     install(PATCHES)
+    settle_before_steps()

@@ -105,7 +105,7 @@ def _inner(param: DTensor, on: DataAxes) -> tuple[DeviceMesh, Layout] | None:
     if len(kept) == len(names):
         return mesh, param.sharding
     inner = mesh_slice(mesh, kept)
-    placements = [param.placements[names.index(n)] for n in axes_of(inner).names]
+    placements = [param.sharding.placements[names.index(n)] for n in axes_of(inner).names]
     return inner, Layout.of(tuple(param.shape), axes_of(inner), placements)
 
 
