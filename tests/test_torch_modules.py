@@ -67,6 +67,19 @@ def test_the_full_shape_of_blocks_of_any_length(workers):
         assert all(part in text for part, text in zip(parts, words, strict=True))
 
 
+def test_blocks_of_split_factors_that_no_layout_has():
+    where = _utils._compute_local_shape_and_global_offset
+    twice = [Shard(0), sw._StridedShard(0, split_factor=2)]
+    # 11 rows over 3: 4, 4, 3; then each in two halves, of which each rank has a part
+    found = {c: where((11, 2), (3, 2), c, twice) for c in itertools.product(range(3), range(2))}
+    assert found[0, 0] == ((2, 2), (0, 0))
+    assert found[0, 1] == ((2, 2), (1, 0))
+    assert found[2, 1] == ((1, 2), (9, 0))
+    assert sum(shape[0] for shape, _ in found.values()) == 11
+    with pytest.raises(LayoutError):
+        where((11, 2), (3, 2), (0, 0), [Shard(0), Shard(5)])
+
+
 def test_arguments_are_read_in_torchs_forms(line):
     x = sw.distribute_tensor(torch.ones(4), line, [Shard(0)])
     assert _utils.try_find_mesh_from_args("cat", ([2, x], 0)) is line
