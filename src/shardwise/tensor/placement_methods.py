@@ -20,7 +20,7 @@ __all__ = ["add_placement_methods"]
 
 
 @in_local_mode
-def _gather(
+def _to_replicate_tensor(
     placement: Placement,
     local_tensor: Tensor,
     mesh: DeviceMesh,
@@ -39,4 +39,4 @@ def _gather(
 def add_placement_methods() -> None:
     """Give `Shard` and `_StridedShard` the methods that need a mesh, of which the classes know nothing."""
     for cls in (Shard, StridedShard):
-        cls._to_replicate_tensor = _gather  # type: ignore[union-attr]
+        cls._to_replicate_tensor = _to_replicate_tensor  # type: ignore[union-attr]
