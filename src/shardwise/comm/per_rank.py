@@ -59,6 +59,7 @@ class PerRank(torch.Tensor):
     _blocks: dict[int, Tensor]
     _hooked: PerRank | None = None
     _hooks: Any = None
+    _joined: Tensor | None = None  # as one tensor of torch's LocalTensorMode
 
     @staticmethod
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:

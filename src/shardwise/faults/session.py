@@ -334,6 +334,12 @@ def current_session() -> Session | None:
     return _sessions[-1] if _sessions and _sessions[-1].world is dist.group.WORLD else None
 
 
+_ONE_PROCESS = (
+    "fake",
+    "threaded",
+)  # backends whose other ranks do not exist, or are threads: nobody dies alone
+
+
 def watch_world() -> Session | None:
     """Begin to watch the current world, unless that has begun; None where there is nothing to watch."""
     if (known := current_session()) is not None:
@@ -341,7 +347,7 @@ def watch_world() -> Session | None:
     for session in _sessions:
         session.close()
     _sessions.clear()
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ONE_PROCESS:
         return None
     watch_user_collectives()
     session = Session()

@@ -61,8 +61,12 @@ class Spec(Immutable):
     _interned: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
     live_mesh: ClassVar[Callable[[Any], Any]] = staticmethod(lambda mesh: mesh)
     """The mesh of this process for one that was restored; set where meshes are known."""
-    of_placements: ClassVar[Callable[[Any, Any, TensorMeta | None], Spec]]
-    """The spec of a mesh, placements and a `TensorMeta`; set where meshes are known."""
+    of_placements: ClassVar[Callable[..., Spec]]
+    """The spec of a mesh, placements, a `TensorMeta` and perhaps a `shard_order`; set where meshes are known."""
+    draft: ClassVar[Callable[[Spec], Any]]
+    """A copy that can be changed, a `SpecDraft`."""
+    ORDER_FLAG: ClassVar[str] = "use_strided_shard_as_shard_order"
+    """torch's choice between two ways of writing the order of axes. Layouts have one, so assigning it changes nothing."""
 
     def __new__(
         cls,
@@ -178,6 +182,31 @@ class Spec(Immutable):
         if units == self.units:
             return self
         return Spec(self.mesh, self.layout, self.dtype, self.shape, self.stride, units)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == Spec.ORDER_FLAG:
+            return
+        if name in ("placements", "shard_order", "tensor_meta", "mesh"):
+            raise AttributeError(
+                f"cannot set {name}: the spec {self} is shared by all tensors that have it.\n"
+                "  why: Specs are values: which layout a tensor has does not change behind its back.\n"
+                f"  fix: spec = copy.copy(x._spec); spec.{name} = ...; y = DTensor(x.to_local(), spec)"
+            )
+        super().__setattr__(name, value)
+
+    def __post_init__(self) -> None:
+        """Do nothing: torch's specs are completed here after an assignment."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (getattr(type(other), "is_spec_draft", False) and other == self)
+
+    __hash__ = Immutable.__hash__
+
+    def __copy__(self) -> Any:
+        return Spec.draft(self)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self if memo else Spec.draft(self)  # inside a copy of something else it is the same spec
 
     def __reduce__(self) -> tuple[object, ...]:
         return restore_spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride, self.units)

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from shardwise.torch_internals.local_tensor import local_modes, without_local_mode
+
 __all__ = [
     "AnyPatch",
     "KernelPatch",
@@ -196,6 +198,9 @@ def _install_kernel(patch: KernelPatch) -> None:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if when(args, kwargs):
+            if local_modes:
+                with without_local_mode():
+                    return run(*args, **kwargs)
             return run(*args, **kwargs)
         with beneath_patches():
             return func(*args, **kwargs)

@@ -28,6 +28,7 @@ from shardwise.parallel.data.state import state_of
 from shardwise.tensor.construct import empty_like_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.local_tensor import local_modes
 from shardwise.torch_internals.modules import own_parameters, set_parameter
 
 __all__ = [
@@ -142,7 +143,13 @@ class AppliedTwiceError(RuntimeError, AssertionError):
 
 
 def check_modules(modules: Sequence[Any], what: str) -> None:
-    """Raise unless these are modules that are not data-parallel yet."""
+    """Raise unless these are modules that are not data-parallel yet, outside of torch's LocalTensorMode."""
+    if local_modes:
+        raise NotImplementedError(
+            f"{what} was called inside torch's LocalTensorMode.\n"
+            "  why: Gathered parameters and reduced gradients are views of one buffer per rank, which are no LocalTensors.\n"
+            "  fix: with shardwise.simulate(n): ... has all ranks in one process, too"
+        )
     if not modules:
         raise ValueError(
             f"{what} got an empty list.\n  why: There is nothing to shard.\n  fix: {what}([module, …], mesh=mesh)"
