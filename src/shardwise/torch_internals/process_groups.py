@@ -19,6 +19,7 @@ __all__ = [
     "reduce_op_name",
     "resolve_group",
     "simulated_world",
+    "threads_are_ranks",
 ]
 
 PlainCollective = Callable[..., Any]
@@ -48,6 +49,15 @@ def create_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
+
+
+def threads_are_ranks() -> bool:
+    """Whether each thread is a rank with a world of its own, as torch's tests have it, instead of the process.
+
+    >>> threads_are_ranks()
+    False
+    """
+    return not isinstance(distributed_c10d._world, distributed_c10d._World)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
-import weakref
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,10 +16,10 @@ from shardwise.comm import ranks_of
 from shardwise.parallel.data.agreement import compare_ranks
 from shardwise.parallel.data.connect import WeakReduce, connected_tensors, joined
 from shardwise.parallel.data.extension import is_extended
-from shardwise.parallel.data.group_gradients import GroupGradients, running, unreduced
+from shardwise.parallel.data.group_gradients import GroupGradients
 from shardwise.parallel.data.layouts import common_mesh
 from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
-from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
+from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass, engine
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.reduction import Reduction, buckets_of
 from shardwise.parallel.data.slot import Slot
@@ -34,9 +31,6 @@ from shardwise.torch_internals.subclass import mark_parameter
 
 __all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
 
-_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_order = itertools.count()
-_numbers: Counter[tuple[int, ...]] = Counter()  # of groups, by the ranks of their mesh
 _MOST_REDUCTIONS = 1  # that run at the same time; each holds the unreduced gradients of a group
 
 
@@ -76,10 +70,11 @@ class Group(GroupGradients):
         self.most_reductions = _MOST_REDUCTIONS
         self._reset()
         self.reduction = Reduction(policy.reduce_dtype)
-        self._number = _numbers[ranks := tuple(ranks_of(self.mesh))]
-        _numbers[ranks] += 1
+        numbers, ranks = engine().numbers, tuple(ranks_of(self.mesh))
+        self._number = numbers[ranks]
+        numbers[ranks] += 1
         self.set_path(name)
-        _groups[next(_order)] = self
+        engine().add(self)
 
     def set_path(self, path: str) -> None:
         """Set the place of the module in the model, for messages."""
@@ -118,7 +113,7 @@ class Group(GroupGradients):
         out.reduction.forget()
         # without a number: a rank may have more copies than others
         out.label = f"a copy of {self.label.removeprefix('a copy of ')}"
-        _groups[next(_order)] = out
+        engine().add(out)
         return out
 
     # ---- gathering
@@ -370,29 +365,21 @@ class _Tensors(NamedTuple):
 
 def forget_interrupted_passes() -> None:
     """After a backward pass that ended by an exception: drop its gathered blocks and unreduced gradients."""
-    running.clear()
-    for group in _every_group():
+    engine().running.clear()
+    for group in engine().groups.values():
         group.forget()
 
 
 def forget_gathered() -> None:
     """Drop gathered blocks and the tensors that modules compute with, before and after a capture; nothing runs then."""
-    for group in _every_group():
+    for group in engine().groups.values():
         group._tensors = None
         if not group.is_in_place:
             group.gathered.drop_all()
 
 
-def _every_group() -> list[Group]:
-    """All groups, in the order in which they were created: the same on all ranks."""
-    return [group for _, group in sorted(_groups.items())]
-
-
 def _reduce_accumulated() -> None:
     """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
-    if unreduced:
-        for group in _every_group():
-            group.reduce_accumulated()
-        unreduced.difference_update([g for g in unreduced if not g.keeps_gradients])
-    while running:  # they would keep gradients alive
-        running.pop(0).wait()
+    for group in list(engine().groups.values()):
+        group.reduce_accumulated()
+    engine().end_reductions()  # they would keep gradients alive

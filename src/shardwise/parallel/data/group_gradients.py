@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -15,19 +14,13 @@ from shardwise.layout import block_shape
 from shardwise.parallel.data.agreement import compare_ranks
 from shardwise.parallel.data.connect import joined
 from shardwise.parallel.data.memory import compute_dtype
-from shardwise.parallel.data.passes import Backward, Pass, current_backward_pass
+from shardwise.parallel.data.passes import Backward, Pass, current_backward_pass, engine
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.reduction import Finish, Reduction, reduction_plan
 from shardwise.parallel.data.slot import Slot
 from shardwise.plan import GroupedPlan
-from shardwise.tensor.redistribute_many import PendingBlocks
 
-__all__ = ["GroupGradients", "running", "unreduced"]
-
-running: list[PendingBlocks] = []
-"""The reductions that have begun and not ended, of all groups."""
-unreduced: weakref.WeakSet[GroupGradients] = weakref.WeakSet()
-"""The groups that have kept gradients of a backward pass for a later one."""
+__all__ = ["GroupGradients"]
 
 
 class GroupGradients(ABC):
@@ -78,7 +71,6 @@ class GroupGradients(ABC):
         if not self.sync or self._accumulated:
             for i, grad in given.items():
                 self._accumulate(i, grad)
-            unreduced.add(self)
             given = (
                 {i: self._accumulated.pop(i) for i in slots if i in self._accumulated} if self.sync else {}
             )
@@ -114,19 +106,12 @@ class GroupGradients(ABC):
         if not given and not any(i in slots for i in self.reduction.keeps):
             return [], lambda params: []
         compare_ranks(self.mesh, f"reduce {len(given)} gradients of {self.label}")
-        while len(running) >= self.most_reductions:
-            running.pop(0).wait()
+        reductions = engine()
+        reductions.end_reductions(self.most_reductions - 1)
         reduced, finish, pending = self.reduction.start({i: self.slots[i] for i in slots}, given, self.label)
-        if not self.reduction.all_reduce:
-            unreduced.add(self)
         if pending is not None and not pending.is_complete:
-            running.append(pending)
+            reductions.running.append(pending)
         return reduced, finish
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether there are gradients that are not reduced, or not over all axes."""
-        return bool(self._accumulated or self.reduction.keeps)
 
     def reduce_accumulated(self) -> None:
         """Reduce gradients of earlier passes whose parameters were not used in the last one."""

@@ -156,5 +156,5 @@ def have_common_mesh(meshes: Sequence[DeviceMesh]) -> bool:
     root = root_mesh(first)
     axes = set(axes_of(root).names)
     return all(mesh is first or mesh == first for mesh in meshes) or all(
-        root_mesh(mesh) is root and axes.issuperset(axes_of(mesh).names) for mesh in meshes
+        root_mesh(mesh) == root and axes.issuperset(axes_of(mesh).names) for mesh in meshes
     )

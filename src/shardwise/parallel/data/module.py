@@ -168,8 +168,17 @@ class FSDPModule:
             hook: gets one flat tensor with the gradients of this rank's blocks, in the order of the parameters, after they are
                 reduced over all data axes and divided. It may communicate: all ranks call it in the same order.
             stream: accepted; the hook runs in the current stream.
+
+        Raises:
+            ValueError: a stream is given, and parameters are replicated over an axis of the mesh.
         """
         for group in groups_in(self, recurse=False):
+            if stream is not None and any(slot.replicate for slot in group.slots):
+                raise ValueError(
+                    f"stream cannot be set when using native HSDP: set_all_reduce_hook got {stream!r}.\n"
+                    "  why: The all-reduce over the axis that replicates parameters and the hook run in one stream.\n"
+                    "  fix: Leave stream out, or shard over a mesh of one axis."
+                )
             group.reduction.hook = hook
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:

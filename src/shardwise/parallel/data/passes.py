@@ -6,7 +6,9 @@ A pass knows the order in which groups were needed, so that the next one can gat
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,19 +18,22 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.comm.recording import recorders
+from shardwise.tensor.redistribute_many import PendingBlocks
 from shardwise.torch_internals.autograd import at_backward_end, current_backward, in_backward
+from shardwise.torch_internals.process_groups import threads_are_ranks
 
 __all__ = [
     "GROUPS",
     "Backward",
     "BeginBackward",
+    "Engine",
     "Order",
     "Pass",
     "backward_was_interrupted",
     "current_backward_pass",
     "current_pass",
+    "engine",
     "new_pass",
-    "watch_recomputation",
 ]
 
 G = TypeVar("G")
@@ -129,7 +134,7 @@ class Backward:
 
     def run_finish(self) -> None:
         """End the pass."""
-        _backwards.pop(self.number, None)
+        engine().backwards.pop(self.number, None)
         for finish in list(self._finish.values()):
             finish()
 
@@ -140,7 +145,61 @@ class Backward:
             order.start()
 
 
-_backwards: dict[int, Backward] = {}
+class Engine:
+    """What the passes of a rank share.
+
+    Attributes:
+        backwards: the backward passes that run, by number.
+        running: the reductions that have begun and not ended.
+        groups: all groups, in the order in which they were created: the same on all ranks.
+        numbers: the number of groups that were created, by the ranks of their mesh.
+    """
+
+    def __init__(self) -> None:
+        self.backwards: dict[int, Backward] = {}
+        self.running: list[PendingBlocks] = []
+        self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.numbers: Counter[tuple[int, ...]] = Counter()
+        self._created = itertools.count()
+        self._watch: Any = None
+
+    def add(self, group: object) -> None:
+        """Know a group as long as it exists."""
+        self.groups[next(self._created)] = group
+
+    def end_reductions(self, left: int = 0) -> None:
+        """Wait for the reductions that began first, until so many are left."""
+        while len(self.running) > left:
+            self.running.pop(0).wait()
+
+    def watch_recomputation(self) -> bool:
+        """Let modules that are called in a backward pass have gathered tensors; returns whether that is new.
+
+        Activation checkpointing calls them, without their data-parallel module.
+        """
+        if self._watch is not None:
+            return False
+        self._watch = register_module_forward_pre_hook(_before_forward)
+        return True
+
+    def stop_watching(self) -> None:
+        """End what `watch_recomputation` began."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+
+_of_process, _of_thread = Engine(), _OfThread()
+
+
+def engine() -> Engine:
+    """The engine of this rank."""
+    return _of_thread.engine if threads_are_ranks() else _of_process
 
 
 def current_backward_pass() -> Backward | None:
@@ -148,25 +207,26 @@ def current_backward_pass() -> Backward | None:
     number = current_backward()
     if number == -1:
         return None
-    found = _backwards.get(number)
+    running = engine().backwards
+    found = running.get(number)
     if found is None:
-        found = _backwards[number] = Backward(number)
+        found = running[number] = Backward(number)
         at_backward_end(found.run_finish)
     return found
 
 
 def backward_was_interrupted() -> bool:
     """Whether a backward pass began that neither ended nor runs, because of an exception; asking forgets it."""
-    if not _backwards or current_backward() != -1:
+    mine = engine()
+    if not mine.backwards or current_backward() != -1:
         return False
-    _backwards.clear()
-    _stop_watching()
+    mine.backwards.clear()
+    mine.stop_watching()
     return True
 
 
 GROUPS = "_shardwise_recomputed_groups"
 """The attribute of a module with the groups whose gathered tensors it needs when it is called in a backward pass."""
-_watching: list[Any] = []
 
 
 class BeginBackward:
@@ -176,24 +236,9 @@ class BeginBackward:
         self._groups = groups
 
     def __call__(self, grad: Tensor) -> None:
-        backward = current_backward_pass()
-        if backward is not None and not _watching:
-            watch_recomputation()
-            backward.at_end(_stop_watching, _stop_watching)
-
-
-def watch_recomputation() -> None:
-    """Let modules that are called in a backward pass have gathered tensors, until it ends.
-
-    Activation checkpointing calls them, without their data-parallel module.
-    """
-    if not _watching:
-        _watching.append(register_module_forward_pre_hook(_before_forward))
-
-
-def _stop_watching() -> None:
-    while _watching:
-        _watching.pop().remove()
+        backward, mine = current_backward_pass(), engine()
+        if backward is not None and mine.watch_recomputation():
+            backward.at_end(Engine.stop_watching, mine.stop_watching)
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:

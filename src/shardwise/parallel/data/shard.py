@@ -64,7 +64,7 @@ def default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
         dist.init_process_group()
     key = (id(dist.group.WORLD), kind)
     if key not in _default_meshes:
-        _default_meshes[key] = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        _default_meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
     return _default_meshes[key]
 
 

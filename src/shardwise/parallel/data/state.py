@@ -17,8 +17,8 @@ from shardwise.parallel.data.passes import (
     Pass,
     backward_was_interrupted,
     current_pass,
+    engine,
     new_pass,
-    watch_recomputation,
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
@@ -77,7 +77,7 @@ class State:
                 for t in results:
                     t.register_hook(begin)
                 if not results:  # they may be in an object of another kind
-                    watch_recomputation()
+                    engine().watch_recomputation()
             return out
 
     def _is_on_whole_mesh(self, args: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
