@@ -27,6 +27,7 @@ from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.patches import outside_transforms
 from shardwise.torch_internals.subclass import mark_parameter
 
 __all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
@@ -165,7 +166,7 @@ class Group(GroupGradients):
     def free(self) -> None:
         """Free the gathered blocks, and let the modules have the stored parameters."""
         self.is_pinned = False
-        self._restore()
+        self.restore()
         if not self.is_in_place:
             self._tensors = None
             self.gathered.free()
@@ -206,14 +207,15 @@ class Group(GroupGradients):
         if self._depth > 1:
             return
         now = current_pass()
-        if in_backward():  # activation checkpointing runs the forward pass again
-            self._gather_in_backward()
-        elif now is not None:
-            self._pass = now
-            now.groups.append(self)
-            self.backward_order = now.root.backward_order
-            self.gather_in_order(now.root.forward_order, "forward")
-        self._register(now)
+        with outside_transforms():
+            if in_backward():  # activation checkpointing runs the forward pass again
+                self._gather_in_backward()
+            elif now is not None:
+                self._pass = now
+                now.groups.append(self)
+                self.backward_order = now.root.backward_order
+                self.gather_in_order(now.root.forward_order, "forward")
+            self._register(now)
 
     def _register(self, now: Pass | None) -> None:
         params = self._registered or self._params()
@@ -247,7 +249,8 @@ class Group(GroupGradients):
     def _are_simple(self) -> bool:
         return all(slot.is_plain and len(slot.homes) == 1 for slot in self.slots)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Let the modules have the stored parameters, as they do between passes; unless a call runs, or `unshard` was called."""
         if self._depth == 0 and not self.is_pinned:
             stored, self._registered, self._recomputes = self._registered, None, False
             if stored is not None:
@@ -266,14 +269,16 @@ class Group(GroupGradients):
             self._register(self._pass)
 
     def leave(self, free: bool) -> None:
-        """Let the modules have the stored parameters again."""
+        """Let the modules have the stored parameters again; those that are not freed, at the end of the pass."""
         self._depth -= 1
         if self._depth or not free or in_backward():
-            self._restore()
+            if current_pass() is None or in_backward():
+                self.restore()
             return
         if self.smaller is not None and torch.is_grad_enabled():
             self._tensors = None
-            self.gathered.shrink(self.smaller)
+            with outside_transforms():
+                self.gathered.shrink(self.smaller)
         self.free()
 
     def pin(self) -> None:
@@ -335,7 +340,7 @@ class Group(GroupGradients):
         self._needed_in = None
         if self.reshard_after_backward:
             self.is_pinned = False
-        self._restore()
+        self.restore()
         self.gathered.drop_kept()
         if self.reshard_after_backward and not self.is_in_place:
             self._tensors = None
@@ -347,7 +352,7 @@ class Group(GroupGradients):
         self.reduction.forget()
         self._depth, self._needed_in = 0, None
         if not self.is_pinned:
-            self._restore()
+            self.restore()
             self._tensors = None
             self.gathered.drop_all()
 

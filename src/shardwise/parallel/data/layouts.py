@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,12 @@ class ParameterLayout:
     computed: Layout
     inner: tuple[DeviceMesh, Layout] | None
     stored_plain: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with data of their own."""
+        sizes = self.stored.axes.sizes
+        return math.prod(sizes[a] for a in self.data)
 
     def pending_gradient(self, computed: Layout, op: str) -> Layout:
         """The layout of a gradient that differs along the data axes, given its layout on the others."""

@@ -134,7 +134,10 @@ class Backward:
 
     def run_finish(self) -> None:
         """End the pass."""
-        engine().backwards.pop(self.number, None)
+        mine = engine()
+        mine.backwards.pop(self.number, None)
+        if not mine.backwards:  # a checkpoint may run one inside another
+            mine.stop_watching()
         for finish in list(self._finish.values()):
             finish()
 
@@ -172,15 +175,13 @@ class Engine:
         while len(self.running) > left:
             self.running.pop(0).wait()
 
-    def watch_recomputation(self) -> bool:
-        """Let modules that are called in a backward pass have gathered tensors; returns whether that is new.
+    def watch_recomputation(self) -> None:
+        """Let modules that are called in a backward pass have gathered tensors, until it ends.
 
         Activation checkpointing calls them, without their data-parallel module.
         """
-        if self._watch is not None:
-            return False
-        self._watch = register_module_forward_pre_hook(_before_forward)
-        return True
+        if self._watch is None:
+            self._watch = register_module_forward_pre_hook(_before_forward)
 
     def stop_watching(self) -> None:
         """End what `watch_recomputation` began."""
@@ -236,9 +237,8 @@ class BeginBackward:
         self._groups = groups
 
     def __call__(self, grad: Tensor) -> None:
-        backward, mine = current_backward_pass(), engine()
-        if backward is not None and mine.watch_recomputation():
-            backward.at_end(Engine.stop_watching, mine.stop_watching)
+        if current_backward_pass() is not None:
+            engine().watch_recomputation()
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:

@@ -70,6 +70,9 @@ class Reduction:
         The order of `grads` must be the same on all ranks. `label` names the group.
         """
         mesh = next(iter(slots.values())).mesh
+        before = self._divisor_of_terms(slots, grads)
+        if before != 1:
+            grads = {i: g / before for i, g in grads.items()}
         kept = {i: self._kept.pop(i) for i in slots if i in self._kept} if self._kept else {}
         plan = None if kept or not self.all_reduce else self._usual_plan(slots, grads)
         if plan is not None:
@@ -86,9 +89,18 @@ class Reduction:
             )
             order, blocks = list(given), [g.block for g in given.values()]
         pending = start_moving_blocks(plan, blocks, mesh, label)
+        divisor = None if self.divisor is None else self.divisor / before
         if self.hook is not None:
-            pending = _hooked(pending, self.hook, self.divisor)
-        return order, self._finish([slots[i] for i in order], pending), pending
+            pending, divisor = _hooked(pending, self.hook, divisor), None
+        return order, _finish([slots[i] for i in order], pending, divisor), pending
+
+    def _divisor_of_terms(self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]) -> int:
+        """What gradients in half precision are divided by before they are added, exactly: their sum could be too large."""
+        dtype = self.reduce_dtype or next((g.dtype for g in grads.values()), None)
+        if self.divisor is None or dtype is not torch.float16:
+            return 1
+        ranks = next(iter(slots.values())).layout.data_ranks
+        return 1 << (ranks - 1).bit_length()
 
     def _usual_plan(self, slots: Mapping[int, Slot], grads: Mapping[int, Tensor]) -> GroupedPlan | None:
         """The plan for gradients that are plain tensors of one dtype; None for others."""
@@ -148,24 +160,24 @@ class Reduction:
                 out[i] = kept
         return dict(sorted(out.items()))
 
-    def _finish(self, slots: Sequence[Slot], pending: PendingBlocks) -> Finish:
-        """What completes the reduced gradients of stored parameters."""
-        divisor = None if self.hook is not None else self.divisor
 
-        def finish(params: Sequence[Tensor]) -> list[Tensor]:
-            blocks: Sequence[Tensor] = pending.wait()
-            if divisor is not None:
-                blocks = [block / divisor for block in blocks]
-            # that of all parameters of the group
-            device = getattr(params[0], "_local_tensor", params[0]).device
-            dtypes = [p.dtype for p in params]
-            if blocks[0].device != device or [b.dtype for b in blocks] != dtypes:
-                blocks = [b.to(device=device, dtype=d) for b, d in zip(blocks, dtypes, strict=True)]
-            if slots[0].layout.stored_plain and type(blocks[0]) is Tensor:
-                return list(blocks)
-            return [slot.wrap(b, d) for slot, b, d in zip(slots, blocks, dtypes, strict=True)]
+def _finish(slots: Sequence[Slot], pending: PendingBlocks, divisor: float | None) -> Finish:
+    """What completes the reduced gradients of stored parameters."""
 
-        return finish
+    def finish(params: Sequence[Tensor]) -> list[Tensor]:
+        blocks: Sequence[Tensor] = pending.wait()
+        if divisor is not None:
+            blocks = [block / divisor for block in blocks]
+        # that of all parameters of the group
+        device = getattr(params[0], "_local_tensor", params[0]).device
+        dtypes = [p.dtype for p in params]
+        if blocks[0].device != device or [b.dtype for b in blocks] != dtypes:
+            blocks = [b.to(device=device, dtype=d) for b, d in zip(blocks, dtypes, strict=True)]
+        if slots[0].layout.stored_plain and type(blocks[0]) is Tensor:
+            return list(blocks)
+        return [slot.wrap(b, d) for slot, b, d in zip(slots, blocks, dtypes, strict=True)]
+
+    return finish
 
 
 def _hooked(pending: PendingBlocks, hook: Callable[[Tensor], None], divisor: float | None) -> PendingBlocks:

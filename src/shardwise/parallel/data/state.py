@@ -34,6 +34,7 @@ class State:
     """What a data-parallel module knows: the groups of its parameters, and the modules that share them.
 
     Attributes:
+        made_by: the function that was called for the module.
         groups: one for the parameters of each mesh; none if all parameters are in groups of submodules.
         policy: the dtypes of its computation.
         reshard: whether to free gathered blocks after the forward pass; None for all but the outermost module.
@@ -43,9 +44,10 @@ class State:
     """
 
     def __init__(
-        self, name: str, groups: Sequence[Group], policy: MixedPrecisionPolicy, reshard: bool | None
+        self, name: str, made_by: str, groups: Sequence[Group], policy: MixedPrecisionPolicy
     ) -> None:
-        self.name, self.groups, self.policy, self.reshard = name, tuple(groups), policy, reshard
+        self.name, self.made_by, self.groups, self.policy = name, made_by, tuple(groups), policy
+        self.reshard: bool | None = None
         self.modules = 1
         self.axes: frozenset[str] = frozenset()
         self.packs = True
@@ -71,6 +73,8 @@ class State:
                     out = self._call(fn, args, kwargs)
             finally:
                 self.forward_order.drop_unused()
+                for group in now.groups:
+                    group.restore()
             if grad:
                 begin = BeginBackward(now.groups)
                 results = _differentiable(out)
