@@ -131,6 +131,9 @@ class Reduction:
             layout, block = lifted(grad.sharding, grad.device_mesh, slot.mesh), grad._local_tensor
         if not isinstance(grad, DTensor) or grad.device_mesh != slot.layout.mesh:
             layout = slot.pending_gradient(layout, self._op)  # each rank computed it from its own data
+        elif slot.layout.declares_data:
+            whole = slot.data - layout.sharded - {a for a, _ in layout.partial}
+            layout = layout.with_partial(dict(layout.partial) | dict.fromkeys(whole, self._op))
         dtype = self.reduce_dtype or block.dtype
         return _Gradient(block if block.dtype is dtype else block.to(dtype), layout)
 

@@ -82,6 +82,12 @@ def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *,
         )
     on = axes_of(mesh)
     if dims is not None:
+        if missing := [n for n in (*dims.shard_names, *dims.replicate_names) if n not in on.names]:
+            raise LayoutError(
+                f"{what} got {dims}: {', '.join(missing)} not found in mesh.mesh_dim_names.",
+                why=f"The axes of the mesh are {on}.",
+                fix="Name axes of the mesh.",
+            )
         split = tuple(on.index(n) for n in dims.shard_names)
         copied = tuple(on.index(n) for n in dims.replicate_names)
         if set(split) & set(copied):

@@ -30,7 +30,8 @@ class Slot:
         layout: how it is stored and computed with.
         mesh: the mesh of the group's collectives, which has the axes of all its parameters.
         stored, computed: the layouts on that mesh.
-        replicate: the data axes of that mesh along which the stored parameter is replicated.
+        data: the data axes of that mesh.
+        replicate: those along which the stored parameter is replicated.
         stride: the strides of the whole parameter.
         compute_dtype: the dtype that it is computed with, if it is not that of the group's policy.
         kept: the stored parameter while the modules have the gathered tensor, otherwise None.
@@ -63,7 +64,8 @@ class Slot:
             if mesh is not self.layout.mesh
             else self.layout.data
         )
-        self.replicate = frozenset(data) - self.stored.sharded
+        self.data = frozenset(data)
+        self.replicate = self.data - self.stored.sharded
         self._pending: dict[tuple[Layout, str], Layout] = {}
 
     def pending_gradient(self, layout: Layout, op: str) -> Layout:
