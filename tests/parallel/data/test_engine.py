@@ -652,7 +652,7 @@ def test_bad_input():
                 ValueError,
                 "shard='dp', replicate='dp'",
             ),
-            (lambda: DataParallelMeshDims(), ValueError, "neither shard nor replicate"),
+            (lambda: DataParallelMeshDims(), ValueError, "At least one of shard or replicate"),
             (lambda: replicate(build("mlp"), mesh=other, bucket=3), TypeError, "replicate got bucket"),
             (lambda: zero(build("mlp"), torch.optim.SGD([torch.ones(1)]), 3), ValueError, "stage=3"),
             (lambda: explain(build("mlp")), ValueError, "without data-parallel modules"),

@@ -229,7 +229,7 @@ def replicate(
     if mesh is None and ddp_kwargs.get("init_sync", True) and not any(isinstance(p, DTensor) for p in params):
         copy_from_first_rank([*params, *(b for m in modules for b in m.buffers())], on.mesh)
     for group in state.groups:
-        group.reduce_unused = bool(ddp_kwargs.get("find_unused_parameters"))
+        group.reduction.reduce_unused = bool(ddp_kwargs.get("find_unused_parameters"))
     return module
 
 

@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import ranks_of
 from shardwise.parallel.data.agreement import compare_ranks
-from shardwise.parallel.data.connect import WeakReduce, connected_tensors, joined
+from shardwise.parallel.data.connect import WeakReduce, connected_tensors
 from shardwise.parallel.data.extension import is_extended
-from shardwise.parallel.data.group_gradients import GroupGradients
 from shardwise.parallel.data.layouts import common_mesh
-from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
+from shardwise.parallel.data.memory import GatheredBlocks, gather_plan
 from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass, engine
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Reduction, buckets_of
-from shardwise.parallel.data.slot import Slot
+from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of
+from shardwise.parallel.data.slot import Slot, joined
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
@@ -32,10 +31,8 @@ from shardwise.torch_internals.subclass import mark_parameter
 
 __all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
 
-_MOST_REDUCTIONS = 1  # that run at the same time; each holds the unreduced gradients of a group
 
-
-class Group(GroupGradients):
+class Group:
     """Parameters that are gathered and reduced together, with what is known about them in the current pass.
 
     Attributes:
@@ -46,12 +43,10 @@ class Group(GroupGradients):
         is_moved: whether a parameter is computed with in another layout than it is stored in.
         is_in_place: whether parameters are computed with as they are stored: nothing is gathered or cast.
         buckets: the slots whose gradients are reduced together, in the order in which they are expected.
-        sync: whether gradients are reduced; if not, they are accumulated on each rank.
+        reduction: how they are.
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
-        reduce_unused: whether parameters without a gradient on this rank count as having a gradient of zero.
         ahead: the groups to gather ahead in forward and backward, instead of the observed next one.
         smaller: how parameters stay gathered within smaller groups between forward and backward; None if they do not.
-        most_reductions: the number of groups whose gradients may be reduced at the same time.
     """
 
     def __init__(
@@ -62,15 +57,13 @@ class Group(GroupGradients):
         for slot in slots:
             slot.use_mesh(self.mesh)
         self.is_moved = any(slot.is_moved for slot in slots)
-        self.is_in_place = not self.is_moved and policy.param_dtype is None and self._is_on_device()
+        self.is_in_place = not self.is_moved and all(self._is_as_stored(slot) for slot in slots)
         self.buckets = buckets_of(slots, bucket_bytes)
-        self.sync = self.reshard_after_backward = True
-        self.reduce_unused = False
+        self.reduction = Reduction(slots, policy.reduce_dtype, self.is_in_place)
+        self.reshard_after_backward = True
         self.ahead: dict[str, list[Group]] = {}
         self.smaller: SmallerGroup | None = None
-        self.most_reductions = _MOST_REDUCTIONS
         self._reset()
-        self.reduction = Reduction(policy.reduce_dtype)
         numbers, ranks = engine().numbers, tuple(ranks_of(self.mesh))
         self._number = numbers[ranks]
         numbers[ranks] += 1
@@ -80,18 +73,16 @@ class Group(GroupGradients):
     def set_path(self, path: str) -> None:
         """Set the place of the module in the model, for messages."""
         self.path = path
-        self.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
+        self.label = self.reduction.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
 
-    def _is_on_device(self) -> bool:
-        """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
-        kinds = {slot.block(slot.param).device.type for slot in self.slots if slot.compute_dtype is None}
-        extended = any(is_extended(slot.block(slot.param)) for slot in self.slots)
-        plain = not extended and all(s.compute_dtype is None for s in self.slots)
-        return plain and kinds <= {self.mesh.device_type, "meta"}
+    def _is_as_stored(self, slot: Slot) -> bool:
+        """Whether a parameter is stored where it is computed with, and in the dtype that it is computed with."""
+        block = slot.block(slot.param)
+        on_device = block.device.type in (self.mesh.device_type, "meta")
+        return on_device and not slot.is_cast and not is_extended(block)
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
-        self._accumulated: dict[int, Tensor] = {}
         self._tensors: _Tensors | None = None
         self._registered: list[Tensor] | None = None  # the stored parameters, while the modules have others
         self._seen: list[Tensor] = []  # the stored parameters of the last call, which were found in order
@@ -110,10 +101,9 @@ class Group(GroupGradients):
         out.slots = [copy.deepcopy(slot, memo) for slot in self.slots]
         out.ahead = {key: [copy.deepcopy(g, memo) for g in groups] for key, groups in self.ahead.items()}
         out._reset()
-        out.reduction = copy.copy(self.reduction)
-        out.reduction.forget()
+        out.reduction = self.reduction.of_copies(out.slots)
         # without a number: a rank may have more copies than others
-        out.label = f"a copy of {self.label.removeprefix('a copy of ')}"
+        out.label = out.reduction.label = f"a copy of {self.label.removeprefix('a copy of ')}"
         engine().add(out)
         return out
 
@@ -127,7 +117,7 @@ class Group(GroupGradients):
         """The plan that gathers them for the backward pass."""
         if self.smaller is None:
             return self.gather_plan()
-        return self.smaller.gather_plan([compute_dtype(s, self.policy.param_dtype) for s in self.slots])
+        return self.smaller.gather_plan([s.dtype for s in self.slots])
 
     def use_smaller_groups(self, size: int, what: str) -> None:
         """Let parameters stay gathered within groups of `size` ranks between forward and backward."""
@@ -333,7 +323,17 @@ class Group(GroupGradients):
                 mark_parameter(out[i])
         return [out[i] for i in range(len(self.slots))]
 
-    # ---- ends of passes
+    # ---- backward passes
+
+    def reduce(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        """Begin to reduce the gradients of some slots, or accumulate them; returns what completes them."""
+        backward = current_backward_pass()
+        if backward is not None:
+            self._take_part(backward)
+        if self.reshard_after_backward:
+            self.free()
+        whole = self._pass is not None and self._pass.on_whole_mesh
+        return self.reduction.reduce(slots, grads, whole)
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
@@ -348,7 +348,6 @@ class Group(GroupGradients):
 
     def forget(self) -> None:
         """Drop everything that belongs to passes: gathered blocks and gradients that are not reduced."""
-        self._accumulated.clear()
         self.reduction.forget()
         self._depth, self._needed_in = 0, None
         if not self.is_pinned:
@@ -386,5 +385,5 @@ def forget_gathered() -> None:
 def _reduce_accumulated() -> None:
     """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
     for group in list(engine().groups.values()):
-        group.reduce_accumulated()
+        group.reduction.reduce_accumulated()
     engine().end_reductions()  # they would keep gradients alive

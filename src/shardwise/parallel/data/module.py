@@ -89,7 +89,7 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward passes reduce gradients; if not, they accumulate on each rank until one does."""
         for group in groups_in(self, recurse):
-            group.sync = requires_gradient_sync
+            group.reduction.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are reduced over the axes that replicate parameters, or partial sums are kept until then."""
@@ -145,7 +145,7 @@ class FSDPModule:
     ) -> None:
         """Whether a parameter without a gradient on this rank counts as zero, as programs need that differ between ranks."""
         for group in groups_in(self, recurse):
-            group.reduce_unused = reduce_scatter_unused_params
+            group.reduction.reduce_unused = reduce_scatter_unused_params
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise: gathers run the collectives of their plans."""
@@ -222,7 +222,7 @@ class FSDPModule:
                 "  fix: Pass at least 1."
             )
         for group in groups_in(self, recurse):
-            group.most_reductions = max_input_buffers
+            group.reduction.most = max_input_buffers
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are always started ahead and waited for when their result is used."""
@@ -245,7 +245,7 @@ class FSDPModule:
         It sends the reductions of the groups that have such gradients.
         """
         for group in groups_in(self, recurse=True):
-            group.reduce_accumulated()
+            group.reduction.reduce_accumulated()
         return GradientReductionHandle() if async_op else None
 
 

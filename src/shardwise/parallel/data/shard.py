@@ -252,9 +252,7 @@ def make_slots(
                     param.register_hook(_Replaced(fqn))
         for module, name in places:
             set_parameter(module, name, stored)
-        slot = Slot(fqn, places, layout)
-        slot.compute_dtype = policy.dtype_of(stored)
-        slots.append(slot)
+        slots.append(Slot(fqn, places, layout, policy, policy.dtype_of(stored)))
     return slots
 
 
