@@ -84,7 +84,11 @@ class Group:
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
         self._tensors: _Tensors | None = None
-        self._registered: list[Tensor] | None = None  # the stored parameters, while the modules have others
+        self._held: list[Sequence[Tensor] | None] = [
+            None
+        ]  # the stored parameters, while the modules have others
+        for i, slot in enumerate(self.slots):
+            slot.index, slot.held = i, self._held
         self._seen: list[Tensor] = []  # the stored parameters of the last call, which were found in order
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
@@ -184,9 +188,8 @@ class Group:
         return self.gather_in_order(self.backward_order, "backward")
 
     def _take_part(self, backward: Backward) -> None:
-        backward.at_end(_reduce_accumulated, _reduce_accumulated)
         backward.at_end(self, self.finish_backward)
-        if self.backward_order is not None:
+        if self.backward_order is not None and self.is_moved:
             backward.at_end(self.backward_order, self.backward_order.drop_unused)
 
     # ---- calls
@@ -208,11 +211,9 @@ class Group:
             self._register(now)
 
     def _register(self, now: Pass | None) -> None:
-        params = self._registered or self._params()
+        params = self._held[0] or self._params()
         tensors = self._current_tensors(now, params)
-        self._registered = params
-        for slot, param in zip(self.slots, params, strict=True):
-            slot.kept = param
+        self._held[0] = params
         self._give(tensors)
 
     def _give(self, tensors: Sequence[Tensor]) -> None:
@@ -242,10 +243,8 @@ class Group:
     def restore(self) -> None:
         """Let the modules have the stored parameters, as they do between passes; unless a call runs, or `unshard` was called."""
         if self._depth == 0 and not self.is_pinned:
-            stored, self._registered, self._recomputes = self._registered, None, False
+            stored, self._held[0], self._recomputes = self._held[0], None, False
             if stored is not None:
-                for slot in self.slots:
-                    slot.kept = None
                 self._give(stored)
 
     def enter_recomputation(self) -> None:
@@ -284,7 +283,7 @@ class Group:
         if self._depth == 0:
             self.free()
 
-    def _current_tensors(self, now: Pass | None, params: list[Tensor]) -> list[Tensor]:
+    def _current_tensors(self, now: Pass | None, params: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once.
 
         Parameters that are computed with in place have the same tensors in all passes.
@@ -380,10 +379,3 @@ def forget_gathered() -> None:
         group._tensors = None
         if not group.is_in_place:
             group.gathered.drop_all()
-
-
-def _reduce_accumulated() -> None:
-    """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
-    for group in list(engine().groups.values()):
-        group.reduction.reduce_accumulated()
-    engine().end_reductions()  # they would keep gradients alive

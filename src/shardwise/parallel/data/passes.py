@@ -9,17 +9,16 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.comm.recording import recorders
 from shardwise.tensor.redistribute_many import PendingBlocks
 from shardwise.torch_internals.autograd import at_backward_end, current_backward, in_backward
+from shardwise.torch_internals.modules import stop_watching_calls, watch_calls
 from shardwise.torch_internals.process_groups import threads_are_ranks
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "current_backward_pass",
     "current_pass",
     "engine",
-    "new_pass",
 ]
 
 G = TypeVar("G")
@@ -89,7 +87,7 @@ class Order(Generic[G]):
 
 
 class Pass:
-    """One outermost call.
+    """One outermost call, which runs in a `with` block of it.
 
     Attributes:
         root: the state of its module.
@@ -101,6 +99,12 @@ class Pass:
         self.root, self.on_whole_mesh = root, on_whole_mesh
         self.groups: list[Any] = []
 
+    def __enter__(self) -> None:
+        self._token = _current.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
 
 _current: ContextVar[Pass | None] = ContextVar("shardwise_data_parallel_pass", default=None)
 
@@ -110,18 +114,8 @@ def current_pass() -> Pass | None:
     return _current.get()
 
 
-@contextmanager
-def new_pass(now: Pass) -> Iterator[None]:
-    """Run the outermost call of a data-parallel module."""
-    token = _current.set(now)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 class Backward:
-    """One backward pass. `finish` functions run at its end, in the order in which they were given."""
+    """One backward pass. At its end gradients are reduced that only earlier ones computed, and `finish` functions run in order."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -138,6 +132,9 @@ class Backward:
         mine.backwards.pop(self.number, None)
         if not mine.backwards:  # a checkpoint may run one inside another
             mine.stop_watching()
+        for group in list(mine.groups.values()):
+            group.reduction.reduce_accumulated()
+        mine.end_reductions()  # they would keep gradients alive
         for finish in list(self._finish.values()):
             finish()
 
@@ -164,7 +161,6 @@ class Engine:
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.numbers: Counter[tuple[int, ...]] = Counter()
         self._created = itertools.count()
-        self._watch: Any = None
 
     def add(self, group: object) -> None:
         """Know a group as long as it exists."""
@@ -180,14 +176,11 @@ class Engine:
 
         Activation checkpointing calls them, without their data-parallel module.
         """
-        if self._watch is None:
-            self._watch = register_module_forward_pre_hook(_before_forward)
+        watch_calls(-id(self), _before_forward)
 
     def stop_watching(self) -> None:
         """End what `watch_recomputation` began."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        stop_watching_calls(-id(self))
 
 
 class _OfThread(threading.local):

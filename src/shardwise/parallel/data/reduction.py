@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ __all__ = ["Finish", "Reduction", "buckets_of"]
 
 Finish = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """Waits for gradients that are being reduced, and returns them, given the stored parameters."""
+
+
+_dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class _Gradient(NamedTuple):
@@ -194,11 +198,10 @@ class Reduction:
 
     def _usual_plan(self, grads: Mapping[int, Tensor]) -> GroupedPlan | None:
         """The plan for gradients that are plain tensors of one dtype; None for others."""
-        kinds = {(type(g), g.dtype) for g in grads.values()}
-        kind, dtype = kinds.pop() if len(kinds) == 1 else (None, None)
-        if dtype is None or kind not in (Tensor, PerRank):
+        kinds, dtypes = set(map(type, grads.values())), set(map(_dtype_of, grads.values()))
+        if len(dtypes) != 1 or (kinds != {Tensor} and kinds != {PerRank}):
             return None
-        dtype = self._dtype or dtype  # they are cast when they are packed
+        dtype = self._dtype or dtypes.pop()  # they are cast when they are packed
         decisions = current_settings().decisions
         key = (*grads, dtype, self.divisor is None)
         found, made_under = self._plans.get(key, (None, None))

@@ -43,7 +43,9 @@ class Slot:
         replicate: those along which the stored parameter is replicated.
         stride: the strides of the whole parameter.
         is_cast: whether it may be computed with in another dtype than its own.
-        kept: the stored parameter while the modules have the gathered tensor, otherwise None.
+        index: its place among the slots of its group.
+        held: a list with one entry, which the slots of a group share: their stored parameters while the modules have the
+            gathered tensors, otherwise None.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Slot:
         self._is_distributed = not layout.stored_plain
         self.is_cast = policy.param_dtype is not None or override is not None
         self.stride = contiguous_stride(layout.stored.shape)
-        self.kept: Tensor | None = None
+        self.index, self.held = 0, list[Sequence[Tensor] | None]([None])
         # other modules, such as nn.LSTM, keep further references to their parameters
         self.is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
         self._specs: dict[torch.dtype, Spec] = {}
@@ -121,8 +123,8 @@ class Slot:
     @property
     def param(self) -> Tensor:
         """The stored parameter, as the modules have it between calls."""
-        if self.kept is not None:
-            return self.kept
+        if (held := self.held[0]) is not None:
+            return held[self.index]
         params, name = self.homes[0]
         found: Any = params[name]
         is_distributed, stored = isinstance(found, DTensor), self.layout.stored

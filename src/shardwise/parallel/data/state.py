@@ -18,7 +18,6 @@ from shardwise.parallel.data.passes import (
     backward_was_interrupted,
     current_pass,
     engine,
-    new_pass,
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
@@ -62,7 +61,7 @@ class State:
         if backward_was_interrupted():
             forget_interrupted_passes()
         now = Pass(self, self._is_on_whole_mesh((args, kwargs)))
-        with new_pass(now):
+        with now:
             if backward:  # activation checkpointing runs the forward pass again, with hooks of its own
                 with _plain_tensors(now):
                     return self._call(fn, args, kwargs)
