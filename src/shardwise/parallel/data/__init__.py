@@ -1,6 +1,6 @@
 """The data-parallel engine: groups of parameters that move between the layouts they are stored and computed in."""
 
-from shardwise.parallel.data.agreement import check_ranks
+from shardwise.parallel.agreement import check_ranks
 from shardwise.parallel.data.api import fully_shard, replicate, share_comm_ctx
 from shardwise.parallel.data.explain import Explanation, explain
 from shardwise.parallel.data.module import (

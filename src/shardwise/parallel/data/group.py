@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import ranks_of
-from shardwise.parallel.data.agreement import compare_ranks
+from shardwise.parallel.agreement import compare_ranks
 from shardwise.parallel.data.connect import WeakReduce, connected_tensors
 from shardwise.parallel.data.extension import is_extended
 from shardwise.parallel.data.layouts import common_mesh

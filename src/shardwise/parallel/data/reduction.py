@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.comm import PerRank, lifted, on_mesh, per_rank
 from shardwise.layout import Layout, block_shape
-from shardwise.parallel.data.agreement import compare_ranks
+from shardwise.parallel.agreement import compare_ranks
 from shardwise.parallel.data.passes import engine
 from shardwise.parallel.data.slot import Slot, joined
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many

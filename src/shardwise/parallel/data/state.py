@@ -22,9 +22,9 @@ from shardwise.parallel.data.passes import (
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
 from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
-from shardwise.torch_internals.pytree import flatten
 
 __all__ = ["STATE", "State", "cast_tensors", "groups_in", "modules_in", "required_state", "state_of"]
 
@@ -88,10 +88,8 @@ class State:
         positional, named = args
         if not named and all(type(x) is Tensor for x in positional):
             return False
-        leaves, _ = flatten(args)
-        return any(
-            self.axes.intersection(axes_of(t.device_mesh).names) for t in leaves if isinstance(t, DTensor)
-        )
+        given = [t for t in tensors_in(args) if isinstance(t, DTensor)]
+        return any(self.axes.intersection(axes_of(t.device_mesh).names) for t in given)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module with gathered parameters."""
@@ -125,7 +123,7 @@ class State:
         meta = [(g.path, slot.name) for g in self.groups for slot in g.slots if slot.param.is_meta]
         names = [".".join((*path.split(".")[1:], name)) for path, name in meta]
         self._is_materialized = not meta
-        if meta and any(isinstance(x, Tensor) and not x.is_meta for x in flatten(args)[0]):
+        if meta and any(not t.is_meta for t in tensors_in(args)):
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still on "
                 f"meta device: {names} of {self.name}.\n"
@@ -166,19 +164,14 @@ def _plain_tensors(now: Pass) -> AbstractContextManager[object]:
 
 def _differentiable(tree: Any) -> list[Tensor]:
     """The tensors of a tree that have a graph, those of each rank in a simulation."""
-    leaves = [tree] if type(tree) is Tensor else flatten(tree)[0]
-    plain = [t for x in leaves for t in (x.ranks if isinstance(x, PerRank) else (x,))]
-    return [t for t in plain if isinstance(t, Tensor) and t.grad_fn is not None]
+    found = [tree] if type(tree) is Tensor else tensors_in(tree)
+    plain = [t for x in found for t in (x.ranks if isinstance(x, PerRank) else (x,))]
+    return [t for t in plain if t.grad_fn is not None]
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
     """A tree with its floating-point tensors in a dtype."""
-    leaves, rebuild = flatten(tree)
-    return rebuild([_cast_tensor(x, dtype) if isinstance(x, Tensor) else x for x in leaves])
-
-
-def _cast_tensor(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype is not dtype else x
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, tree)
 
 
 STATE = "_shardwise_data_parallel"

@@ -17,13 +17,13 @@ from shardwise.comm import axes_of
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.state import State, cast_tensors
 from shardwise.parallel.plain_scope import count_plain_as_replicated
+from shardwise.parallel.tree import tensors_in
 from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import move_blocks
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 from shardwise.torch_internals.graph_values import describe_by
 from shardwise.torch_internals.modules import own_parameters
-from shardwise.torch_internals.pytree import flatten
 from shardwise.torch_internals.tracing import break_graph
 
 __all__ = ["call_traced"]
@@ -33,7 +33,7 @@ def call_traced(state: State, fn: Callable[..., Any], args: tuple[Any, ...], kwa
     """Call a method of a data-parallel module with gathered parameters, in code that is being compiled."""
     if not _is_traceable(state):
         break_graph()
-    meshes = [t.device_mesh for t in flatten((args, kwargs))[0] if isinstance(t, DTensor)]
+    meshes = [t.device_mesh for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
     whole = _is_on_whole_mesh(state, meshes)
     stored = []
     for group in state.groups:
