@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import axes_of
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.state import State, cast_tensors
-from shardwise.parallel.plain_scope import count_plain_as_replicated
+from shardwise.parallel.plain import count_plain_as_replicated
 from shardwise.parallel.tree import tensors_in
 from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor
