@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from types import FrameType, TracebackType
 
@@ -33,7 +34,7 @@ def line_of_stack(thread: int | None = None) -> tuple[str, int, str]:
     >>> line_of_stack()[2]
     '<module>'
     """
-    frame: FrameType | None = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
+    frame: FrameType | None = sys._current_frames().get(threading.get_ident() if thread is None else thread)
     known = _is_ours.get
     while frame is not None:
         code = frame.f_code
