@@ -1,5 +1,7 @@
 """Parallelism of modules: the data-parallel engine, styles, plans and losses."""
 
+from shardwise.api.linear_cross_entropy import linear_cross_entropy
+from shardwise.api.owner_optimizer import OwnerOptimizer
 from shardwise.parallel.agreement import check_ranks
 from shardwise.parallel.data.api import fully_shard, replicate, share_comm_ctx
 from shardwise.parallel.data.explain import Explanation, explain
@@ -11,9 +13,7 @@ from shardwise.parallel.data.policy import (
     OffloadPolicy,
 )
 from shardwise.parallel.data.zero import zero
-from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
 from shardwise.parallel.loss import loss_parallel
-from shardwise.parallel.owner_optimizer import OwnerOptimizer
 from shardwise.parallel.parallelize import parallelize_module
 from shardwise.parallel.plan import PlanError
 from shardwise.parallel.style import (
