@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -246,6 +247,22 @@ class Group:
             stored, self._held[0], self._recomputes = self._held[0], None, False
             if stored is not None:
                 self._give(stored)
+
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Inside, the modules have the stored parameters."""
+        (held,) = self._held
+        if held is None:
+            yield
+            return
+        gathered = [home[name] for home, name in self._homes]
+        self._held[0] = None
+        self._give(held)
+        try:
+            yield
+        finally:
+            self._held[0] = held
+            self._give(gathered)
 
     def enter_recomputation(self) -> None:
         """Let the modules have the gathered tensors until the end of the backward pass, or until they are reduced.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, cast
 
@@ -56,6 +58,30 @@ class FSDPModule:
         if torch.compiler.is_dynamo_compiling():
             return call_traced(state, super().__call__, args, kwargs)  # type: ignore[misc]
         return state.call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    # what is done to parameters is done to the stored ones, also after unshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def requires_grad_(self, *args: Any, **kwargs: Any) -> Any:
+        for group in groups_in(self, recurse=True):
+            group.unpin()
+        return super().requires_grad_(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        with _stored_parameters(self):
+            super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(super(), "__deepcopy__", None)
+        with _stored_parameters(self):
+            if own is not None:
+                return own(memo)
+            out = memo[id(self)] = object.__new__(type(self))
+            vars(out).update(copy.deepcopy(vars(self), memo))
+        return out
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module's group, and let the module have them.
@@ -247,6 +273,15 @@ class FSDPModule:
         for group in groups_in(self, recurse=True):
             group.reduction.reduce_accumulated()
         return GradientReductionHandle() if async_op else None
+
+
+@contextmanager
+def _stored_parameters(module: Any) -> Iterator[None]:
+    """Inside, the modules have their stored parameters, also after unshard()."""
+    with ExitStack() as stack:
+        for group in groups_in(module, recurse=True):
+            stack.enter_context(group.stored())
+        yield
 
 
 def _refuse_custom(what: str, comm: Any, fix: str) -> None:
