@@ -21,11 +21,11 @@ from shardwise.checkpoint.bits import bits_of
 from shardwise.checkpoint.description import describe_state
 from shardwise.checkpoint.errors import CheckpointError, CheckpointStateError
 from shardwise.checkpoint.exchange import Report, agree, failure, next_number
+from shardwise.checkpoint.safetensors_file import header_bytes
 from shardwise.checkpoint.save_plan import Item, is_alone, plan_save, stored_of, this_rank, world_size
 from shardwise.checkpoint.saving import TIMEOUT
 from shardwise.checkpoint.write import aside_path, cell_of, sync_directory, write_errors
 from shardwise.comm import is_simulated
-from shardwise.parallel.safetensors_file import header_bytes
 
 __all__ = ["export"]
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from shardwise.checkpoint.grid import Grid
-from shardwise.parallel.safetensors_file import dtype_named
+from shardwise.checkpoint.safetensors_file import dtype_named
 
 __all__ = ["METADATA", "File", "Metadata", "StoredTensor", "read_metadata", "resolve_path", "write_synced"]
 

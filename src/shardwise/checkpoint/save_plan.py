@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.grid import I64, Grid, assign_writers, grid_of
+from shardwise.checkpoint.safetensors_file import dtype_name
 from shardwise.comm import PerRank, coord_of, is_simulated, members_of, siblings_of
 from shardwise.layout import Axes, Layout, owned
-from shardwise.parallel.safetensors_file import dtype_name
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = [

@@ -30,11 +30,11 @@ from shardwise.checkpoint.bits import bits_of, empty_bits, tensor_of
 from shardwise.checkpoint.loading import open_checkpoint
 from shardwise.checkpoint.metadata import grid_of_chunks, resolve_path
 from shardwise.checkpoint.read import Part, Reader
+from shardwise.checkpoint.safetensors_file import dtype_name
 from shardwise.checkpoint.save_plan import Item
 from shardwise.checkpoint.torch_format import tree_of
 from shardwise.checkpoint.values import TAG, children, decode, encode, tensor_name
 from shardwise.checkpoint.write import aside_path, commit, file_name, write_errors, write_file
-from shardwise.parallel.safetensors_file import dtype_name
 
 __all__ = ["StorageReader", "StorageWriter"]
 

@@ -19,8 +19,8 @@ from shardwise.checkpoint.checksum import box_sum
 from shardwise.checkpoint.errors import CheckpointWriteError
 from shardwise.checkpoint.exchange import Report
 from shardwise.checkpoint.metadata import METADATA, metadata_bytes, old_path, write_synced
+from shardwise.checkpoint.safetensors_file import header_bytes
 from shardwise.checkpoint.save_plan import Item, SavePlan, block_on, coord_on, positions
-from shardwise.parallel.safetensors_file import header_bytes
 
 __all__ = [
     "aside_path",

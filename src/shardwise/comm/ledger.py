@@ -76,7 +76,7 @@ def is_counting() -> bool:
 
 
 def record(entry: Sent) -> None:
-    """Add an entry to each open ledger."""
+    """Add an entry to each open ledger of this rank."""
     for ledger in _open:
         if ledger.thread is not None and ledger.thread != threading.get_ident():
             continue

@@ -45,7 +45,7 @@ from shardwise.faults.record import (
 from shardwise.faults.source_line import line_of_error, line_of_stack
 from shardwise.torch_internals.collectives import Note, monitors, wait_unwatched
 from shardwise.torch_internals.connections import break_connections, break_store_connection, world_store
-from shardwise.torch_internals.process_groups import resolve_group
+from shardwise.torch_internals.process_groups import ranks_are_threads, resolve_group
 from shardwise.torch_internals.user_collectives import watch_user_collectives
 
 __all__ = ["Session", "current_session", "guards", "note_error", "watch_world"]
@@ -348,6 +348,8 @@ def watch_world() -> Session | None:
         session.close()
     _sessions.clear()
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ONE_PROCESS:
+        return None
+    if ranks_are_threads():  # which fail together, in one process
         return None
     watch_user_collectives()
     session = Session()

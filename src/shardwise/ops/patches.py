@@ -29,6 +29,7 @@ from shardwise.ops.traced_constants import tracing_patches
 from shardwise.ops.zero_gradients import zero_gradient_patches
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.shape_methods import CHANGE_SHAPES
+from shardwise.torch_internals.autograd import without_optional_hooks
 from shardwise.torch_internals.patches import (
     AnyPatch,
     KernelPatch,
@@ -142,6 +143,11 @@ PATCHES: tuple[AnyPatch, ...] = (
         (torch.autograd.graph, "register_multi_grad_hook"),
         _multi_grad_hook,
         "torch asks the engine about the node of a block, and in a simulation there are several",
+    ),
+    PythonPatch(
+        (torch.autograd.graph, "disable_saved_tensors_hooks"),
+        without_optional_hooks,
+        "torch.func refuses hooks, and those that free gathered parameters can be done without",
     ),
     *composite_patches(),
     *dropout_patches(),
