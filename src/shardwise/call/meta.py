@@ -298,7 +298,11 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
         func: _contiguous(func)
         for func in (
             aten.huber_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.mse_loss_backward.default,
+            aten.normal.Tensor_Tensor,
             aten.isin.Tensor_Scalar,
+            aten.isin.Tensor_Tensor,
             aten.pow.Scalar,
         )
     },
@@ -311,6 +315,13 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     **{func: _elementwise(func) for func in _TWO_TENSORS},
     **{
         func: _batch_norm(func)
-        for func in (aten.native_batch_norm.default, aten._native_batch_norm_legit.no_stats)
+        for func in (
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten._native_batch_norm_legit_functional.default,
+            aten._batch_norm_with_update.default,
+            aten._batch_norm_no_update.default,
+        )
     },
 }

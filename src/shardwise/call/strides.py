@@ -111,7 +111,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 def with_own_strides(call: OpCall, inner: Run) -> Run:
     """A run whose results have the strides that the op gives them on one device."""
-    if call.outputs is None or call.written or call.info.is_view:
+    if call.outputs is None or call.info.returned is not None or call.info.is_view:
         return inner
     wanted = [_meaningful(t) if isinstance(t, Tensor) else None for t in call.outputs]
     if not any(wanted):
