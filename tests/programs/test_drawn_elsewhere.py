@@ -23,6 +23,30 @@ PROGRAMS = {
         with torch.no_grad(): z.mul_(2)
         a = torch.unsqueeze_copy(x.T, 0)
         b = torch.squeeze_copy(x.T[None])""",
+    "strides of the parts of complex numbers": """
+        z = make((4, 3), L, 'complex128', grad=True)
+        k = torch.view_as_real(z * 1)
+        q = k.as_strided((4,), (2,), 3)
+        (q * q).sum().backward()
+        u = (z * 1)[1:].imag.as_strided((2,), (2,))
+        u.add_(1)
+        x = make((4, 2), L, 'float32')
+        c = torch.view_as_complex(x)
+        d = c.as_strided((2,), (2,), 1)
+        d.mul_(2)
+        i = x.view(torch.int32).as_strided((3,), (1,), 2)""",
+    "the same memory in another shape is no overlap": """
+        x = make((3, 4), L)
+        s = x.as_strided((12,), (1,))
+        v = x.detach().view(-1)
+        v.addcmul_(s, s, value=0.5)
+        s.add_(v)
+        x.view(-1).add_(s)""",
+    "resizing one of several views to its own size": """
+        x = make((4, 2, 2), L, grad=True)
+        v = [t for t in x[::2]][-1]
+        with torch.inference_mode(): v.resize_as_(v)
+        with torch.no_grad(): v.mul_(0.5)""",
     "strides of batch norms": """
         x = make((5, 4, 6), 'R').transpose(0, 2)
         m = make((4,), L)

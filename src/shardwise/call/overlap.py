@@ -172,8 +172,8 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
         return
     if not (_is_dense(target) and _is_dense(other)) or 0 in (*target.shape, *other.shape):
         return  # torch does not find out whether they overlap
-    if _same_blocks(roots[0]._local_tensor, roots[1]._local_tensor):
-        a, b = _on_meta(roots[0], target), _on_meta(roots[0], other)
+    if _is_same_memory(*roots):
+        a, b = _on_meta(roots[0], target), _on_meta(roots[1], other)
         first, last = sorted((a, b), key=Tensor.storage_offset)
         overlap = last.storage_offset() < first.storage_offset() + first.numel()
         same = _place(a) == _place(b)
@@ -195,9 +195,7 @@ def are_same_elements(a: Tensor, b: Any) -> bool:
     if (a.is_conj(), a.is_neg(), a.shape, a.stride()) != (b.is_conj(), b.is_neg(), b.shape, b.stride()):
         return False
     roots = _root_tensor(a), _root_tensor(b)
-    if not _same_blocks(roots[0]._local_tensor, roots[1]._local_tensor):
-        return False
-    return _place(_on_meta(roots[0], a)) == _place(_on_meta(roots[0], b))
+    return _is_same_memory(*roots) and _place(_on_meta(roots[0], a)) == _place(_on_meta(roots[1], b))
 
 
 def _on_meta(root: DTensor, x: DTensor) -> Tensor:
@@ -235,11 +233,24 @@ def _root_tensor(x: DTensor) -> DTensor:
     return x
 
 
-def _same_blocks(a: Tensor, b: Tensor) -> bool:
-    """Whether two blocks that share memory are the same elements of it."""
+def _is_same_memory(a: DTensor, b: DTensor) -> bool:
+    """Whether two tensors that share memory are the same elements of it, in the same order of memory."""
+    if _same_blocks(a._local_tensor, b._local_tensor):
+        return True
+    # one may be the other in another shape
+    are_contiguous = a.dtype is b.dtype and a.is_contiguous() and b.is_contiguous()
+    return are_contiguous and _same_blocks(a._local_tensor, b._local_tensor, whole=True)
+
+
+def _same_blocks(a: Tensor, b: Tensor, whole: bool = False) -> bool:
+    """Whether two blocks that share memory are the same elements of it; `whole` ignores the shape of contiguous ones."""
     if isinstance(a, PerRank) and isinstance(b, PerRank):
-        return all(_same_blocks(x, b.of_rank(r)) for r, x in a._blocks.items())
-    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+        return all(_same_blocks(x, b.of_rank(r), whole) for r, x in a._blocks.items())
+    if a.data_ptr() != b.data_ptr():
+        return False
+    if whole:
+        return a.numel() == b.numel() and a.is_contiguous() and b.is_contiguous()
+    return (a.shape, a.stride()) == (b.shape, b.stride())
 
 
 def _on(whole: Tensor, x: DTensor) -> Tensor:

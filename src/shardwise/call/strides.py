@@ -123,7 +123,8 @@ def with_own_strides(call: OpCall, inner: Run) -> Run:
             return _restrided(result, wanted[0])
         if not isinstance(result, list | tuple) or len(result) != len(wanted):
             return result
-        return type(result)([_restrided(r, stride) for r, stride in zip(result, wanted, strict=True)])
+        strides = iter(wanted)
+        return map_leaves(lambda r: _restrided(r, next(strides)), result)
 
     return run
 

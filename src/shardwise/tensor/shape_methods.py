@@ -263,10 +263,21 @@ def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) 
         return _as_strided(x, size, stride)
     if _got_gradient_later(x, root):
         return _as_strided(x, size, stride, _offset_within(x, size, stride, offset - first))
-    out = _as_strided(root, size, stride, offset)
+    out = _as_strided(_memory_in(root, x.dtype), size, stride, offset)
     if x.is_conj():
         out = out.conj()
     return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
+
+
+def _memory_in(root: Any, dtype: torch.dtype) -> Any:
+    """The memory of a tensor as numbers of another dtype, as views of it have them."""
+    if root.dtype is dtype:
+        return root
+    is_real_part = root.is_complex() and not dtype.is_complex and root.dtype.to_real() is dtype
+    if is_real_part:
+        return torch.view_as_real(root)
+    is_complex_pair = dtype.is_complex and root.dtype is dtype.to_real()
+    return torch.view_as_complex(root) if is_complex_pair else root.view(dtype)
 
 
 def _got_gradient_later(x: Any, root: Any) -> bool:
@@ -293,9 +304,7 @@ def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: i
     if _got_gradient_later(x, root):
         offset = first if storage_offset is None else storage_offset
         return _as_strided_scatter(x, src, size, stride, _offset_within(x, size, stride, offset - first))
-    memory = root if root.requires_grad == x.requires_grad else root.detach()
-    if memory.dtype is not x.dtype:
-        memory = torch.view_as_real(memory) if memory.is_complex() else memory.view(x.dtype)
+    memory = _memory_in(root if root.requires_grad == x.requires_grad else root.detach(), x.dtype)
     out = _as_strided_scatter(memory, src, size, stride, first if storage_offset is None else storage_offset)
     out = _as_strided(out, x.shape, x.stride(), first)
     return out.clone() if is_dense(out.shape, out.stride()) else out
