@@ -78,3 +78,5 @@ def test_shapes_change_in_inference_mode(change):
     with simulated_mesh((2,)) as mesh:
         lines = ["x = make((4, 3), '0', grad=True)", f"with torch.inference_mode(): x.{change}"]
         run_program(lines, mesh)
+        lines = ["y = make((2, 4, 3), '0', grad=True)", "with torch.no_grad(): x = y[1]"]
+        run_program([*lines, f"with torch.inference_mode(): x.{change}"], mesh)
