@@ -23,7 +23,7 @@ from shardwise.call.strides import copy_into, in_order, match_strides, may_overl
 from shardwise.call.view_mode import mode_of_view
 from shardwise.call.view_scatter import on_memory, scatter_of
 from shardwise.call.view_writes import announce_write, overlaps_itself, run_on_memory
-from shardwise.call.writes import memory_of, note_write
+from shardwise.call.writes import memory_of, note_write, shares_memory
 from shardwise.comm import map_ranks
 from shardwise.layout import Spec, is_dense
 from shardwise.plan.settings import override_settings
@@ -117,7 +117,7 @@ class ViewSource:
                 return
             block = base._local_tensor
             if self.kind == "copied":
-                map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
+                map_ranks(_copy_reshaped, block, self.block)
             elif self.kind == "shared":
                 pass
             elif (scatter := scatter_of(func, number, base, *args, **kwargs)) is not None:
@@ -190,6 +190,12 @@ class ViewSource:
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
+
+
+def _copy_reshaped(block: Tensor, view: Tensor) -> None:
+    """Write a reshaped copy of a block into it; on some ranks it may be a view, which has written to the block already."""
+    if not shares_memory(block, view):
+        block.copy_(view.reshape(block.shape))
 
 
 def _blocks_with_versions(base: DTensor) -> tuple[Tensor, ...]:

@@ -18,7 +18,14 @@ from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
-from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap, writes_overlapping, writes_repeated
+from shardwise.call.overlap import (
+    FORBIDS_ALIAS,
+    check_overlap,
+    copy_to_repeated,
+    is_repeated,
+    writes_overlapping,
+    writes_repeated,
+)
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
@@ -91,6 +98,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
     check_operands(call)
     repeated = info.writes and writes_repeated(call)  # raises where one device raises
+    if func is aten.copy_.default and is_repeated(call.args[0]):
+        return Route("rule", lambda a, k: copy_to_repeated(func, a), ())
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
     if func is aten.detach.default and call.first._spec.stride is not None:

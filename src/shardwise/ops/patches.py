@@ -28,7 +28,7 @@ from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
 from shardwise.ops.zero_gradients import zero_gradient_patches
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.shape_methods import CHANGE_SHAPES
+from shardwise.tensor.shape_methods import CHANGE_SHAPES, STRIDED
 from shardwise.torch_internals.autograd import without_optional_hooks
 from shardwise.torch_internals.patches import (
     AnyPatch,
@@ -135,9 +135,15 @@ PATCHES: tuple[AnyPatch, ...] = (
         for name in CHANGE_SHAPES
     ),
     *(
+        OpPatch(
+            getattr(aten, name), _as_method(name), "offsets count in the memory that the tensor is a view of"
+        )
+        for name in STRIDED
+    ),
+    *(
         PythonPatch((torch.Tensor, name), _as_method(name), "the same, of `torch.Tensor.t_(x)`")
-        for name in CHANGE_SHAPES
-        if not name.startswith(("resize", "detach"))
+        for name in (*CHANGE_SHAPES, *STRIDED)
+        if not name.startswith(("resize", "detach")) and hasattr(torch.Tensor, name)
     ),
     PythonPatch(
         (torch.autograd.graph, "register_multi_grad_hook"),

@@ -32,7 +32,7 @@ from shardwise.torch_internals.subclass import (
 )
 from shardwise.torch_internals.tracing import is_recording, is_tracing
 
-__all__ = ["CHANGE_SHAPES", "REPLACED", "ShapeMethods", "may_leave_views"]
+__all__ = ["CHANGE_SHAPES", "REPLACED", "STRIDED", "ShapeMethods", "may_leave_views"]
 
 
 _USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
@@ -48,6 +48,10 @@ _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer
 _REPLACED_MEMORY = """The place of the DTensor {spec} in memory was asked for.
   why: It is a view of a tensor whose memory was replaced (x.data = y, x.set_(y)), so where it begins in the former memory is not known.
   fix: create the view after that, or use indices in place of strides and offsets."""
+
+_OUTSIDE = """as_strided({size}, {stride}) of the DTensor {spec} reaches memory outside of it.
+  why: It is a view that requires grad, and its base does not, so the gradient of that memory belongs to no tensor.
+  fix: x.detach().as_strided(...), or requires_grad_() of the base before the view is created."""
 
 REPLACED = "_shardwise_replaced"
 """The attribute of tensors whose memory was replaced while there were views of it."""
@@ -257,20 +261,53 @@ def _storage_of(x: Any) -> int:
     return storage_id(block.ranks[0] if isinstance(block, PerRank) else block)
 
 
+_as_strided, _as_strided_scatter = torch.Tensor.as_strided, torch.Tensor.as_strided_scatter
+"""Torch's own methods, whose names on `torch.Tensor` are patched."""
+
+
 def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """`as_strided` of the tensor that `x` is a view of: sizes and strides may reach elements outside of `x`."""
     size, stride = tuple(size), tuple(stride)
-    if not storage_offset and (size, stride) == (tuple(x.shape), x.stride()):
-        return torch.Tensor.as_strided(x, size, stride, storage_offset)
+    is_same = (size, stride) == (tuple(x.shape), x.stride())
+    if is_same and storage_offset is None:
+        return _as_strided(x, size, stride)
     root = _memory_root(x)
     if root is None:
-        return torch.Tensor.as_strided(x, size, stride, storage_offset)
-    out = torch.Tensor.as_strided(
-        root, size, stride, view_offset(x) if storage_offset is None else storage_offset
-    )
+        return _as_strided(x, size, stride, storage_offset)
+    first = view_offset(x)
+    offset = first if storage_offset is None else storage_offset
+    if is_same and offset == first:
+        return _as_strided(x, size, stride)
+    if _got_gradient_later(x, root):
+        return _as_strided(x, size, stride, _offset_within(x, size, stride, offset - first))
+    out = _as_strided(_memory_in(root, x.dtype), size, stride, offset)
     if x.is_conj():
         out = out.conj()
     return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
+
+
+def _memory_in(root: Any, dtype: torch.dtype) -> Any:
+    """The memory of a tensor as numbers of another dtype, as views of it have them."""
+    if root.dtype is dtype:
+        return root
+    is_real_part = root.is_complex() and not dtype.is_complex and root.dtype.to_real() is dtype
+    if is_real_part:
+        return torch.view_as_real(root)
+    is_complex_pair = dtype.is_complex and root.dtype is dtype.to_real()
+    return torch.view_as_complex(root) if is_complex_pair else root.view(dtype)
+
+
+def _got_gradient_later(x: Any, root: Any) -> bool:
+    """Whether gradients end at a view itself: it became a leaf that requires them, and its base requires none."""
+    return x.requires_grad and not root.requires_grad and torch.is_grad_enabled()
+
+
+def _offset_within(x: Any, size: Any, stride: Any, offset: int) -> int:
+    """The offset that counts from the first element of `x`, whose memory must contain all the elements."""
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+    if is_dense(x.shape, x.stride()) and offset >= 0 and last < x.numel():
+        return offset
+    raise RuntimeError(_OUTSIDE.format(size=tuple(size), stride=tuple(stride), spec=x._spec))
 
 
 def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
@@ -279,15 +316,14 @@ def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: i
         x = x.clone()  # torch computes the values before
     root = _memory_root(x)
     if root is None:
-        return torch.Tensor.as_strided_scatter(x, src, size, stride, storage_offset)
+        return _as_strided_scatter(x, src, size, stride, storage_offset)
     first = view_offset(x)
-    memory = root if root.requires_grad == x.requires_grad else root.detach()
-    if memory.dtype is not x.dtype:
-        memory = torch.view_as_real(memory) if memory.is_complex() else memory.view(x.dtype)
-    out = torch.Tensor.as_strided_scatter(
-        memory, src, size, stride, first if storage_offset is None else storage_offset
-    )
-    out = torch.Tensor.as_strided(out, x.shape, x.stride(), first)
+    if _got_gradient_later(x, root):
+        offset = first if storage_offset is None else storage_offset
+        return _as_strided_scatter(x, src, size, stride, _offset_within(x, size, stride, offset - first))
+    memory = _memory_in(root if root.requires_grad == x.requires_grad else root.detach(), x.dtype)
+    out = _as_strided_scatter(memory, src, size, stride, first if storage_offset is None else storage_offset)
+    out = _as_strided(out, x.shape, x.stride(), first)
     return out.clone() if is_dense(out.shape, out.stride()) else out
 
 
@@ -355,3 +391,6 @@ CHANGE_SHAPES = (
     "t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_", "detach_",
 )  # fmt: skip
 """The methods after which the object is another tensor. `torch.ops.aten` has ops of the same names, which must call them."""
+
+STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")
+"""The methods that count strides and offsets in the memory of the tensor that `x` is a view of; also names of ops."""
