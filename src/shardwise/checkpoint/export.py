@@ -80,7 +80,7 @@ class _Export:
         self.sizes: dict[str, int] = {}
 
     def run(self, state: nn.Module | Mapping[str, Any], shard_bytes: int) -> list[Path]:
-        first, second = next_number(), next_number()
+        first, second = next_number("export"), next_number("export")
         try:
             tensors = self._describe(state, shard_bytes)
             report: Report = digests(

@@ -48,7 +48,7 @@ class Loading:
 
     def __init__(self, path: Path, strict: bool = True, timeout: float = TIMEOUT) -> None:
         self.path, self.strict, self.timeout = resolve_path(path), strict, timeout
-        self.number = next_number()
+        self.number = next_number("load")
         self.reader: Reader | None = None
 
     def run(self, into: Any, random: bool) -> Any:

@@ -44,7 +44,7 @@ class Saving:
         self, state: Any, path: Path, timeout: float, after: Callable[[], object] | None = None
     ) -> None:
         self.path, self.timeout, self.after = Path(path).absolute(), timeout, after
-        self.number, self.alone, self.rank = next_number(), is_alone(), this_rank()
+        self.number, self.alone, self.rank = next_number("save"), is_alone(), this_rank()
         self.ranks = range(world_size()) if is_simulated() else [self.rank]
         self.tensors: Mapping[str, Tensor] = {}
         self.staged: dict[int, Staged] = {}

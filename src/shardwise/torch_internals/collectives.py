@@ -104,8 +104,11 @@ class Monitor(Protocol):
     def wait(self, tensor: Tensor) -> Tensor:
         """Wait for the collective that returned this tensor."""
 
-    def wait_for(self, wait: Callable[[], Any]) -> Any:
-        """Wait for a collective that the program called itself."""
+    def wait_for(self, wait: Callable[[], Any], endless: bool = False) -> Any:
+        """Wait for a collective that the program called itself; `endless`: not even a broken connection ends the wait."""
+
+    def close(self) -> None:
+        """The world is about to be destroyed."""
 
 
 monitors: list[Monitor] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from shardwise.torch_internals.collectives import Note, monitors, note_of
 
@@ -81,6 +82,44 @@ def _monitored_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
+class _AnySourceWork:
+    """The receipt of a message from any rank. Gloo does not end such a wait when connections break."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the message."""
+        if not monitors or args or kwargs or not monitors[0].is_current():
+            return self._work.wait(*args, **kwargs)
+        return monitors[0].wait_for(lambda: _unwatched_wait(self._work), endless=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _receives_from_any(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def recv_anysource(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _AnySourceWork(original(self, *args, **kwargs))
+
+    return recv_anysource
+
+
+def _destroys_world(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> Any:
+        if monitors and monitors[0].is_current() and (group is None or group is dist.group.WORLD):
+            monitors[0].close()
+        return original(group)
+
+    return destroy_process_group
+
+
+def _unwatched_wait(work: Any) -> Any:
+    return getattr(dist.Work.wait, "__wrapped__", dist.Work.wait)(work)
+
+
 def watch_user_collectives() -> None:
     """Tell the monitor, where there is one, of the collectives that programs call; doing so twice does nothing."""
     if hasattr(dist.Work.wait, "__wrapped__"):
@@ -88,4 +127,7 @@ def watch_user_collectives() -> None:
     for method in _NAMES:
         if (original := getattr(dist.ProcessGroup, method, None)) is not None:
             setattr(dist.ProcessGroup, method, _monitored(method, original))
+    dist.ProcessGroup.recv_anysource = _receives_from_any(dist.ProcessGroup.recv_anysource)  # type: ignore[method-assign]
+    destroy = _destroys_world(dist.destroy_process_group)
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy
     dist.Work.wait = _monitored_wait(dist.Work.wait)  # type: ignore[method-assign]
