@@ -28,6 +28,7 @@ Report = dict[str, Any]
 _numbers = [itertools.count()]
 _KEPT_VERDICTS = 16
 _BACKGROUND_SECONDS = 1.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 
 
 def next_number(what: str) -> int:
@@ -127,7 +128,8 @@ def _wait(store: Any, key: str, timeout: float, who: str) -> bytes:
 
 
 def _poll(store: Any, key: str, timeout: float, who: str) -> bytes:
-    end, pause, world = time.monotonic() + timeout, 0.0005, dist.group.WORLD
+    start, world = time.monotonic(), dist.group.WORLD
+    end = start + timeout
     in_background = threading.current_thread() is not threading.main_thread()
     told = 0.0
     while not store.check([key]):
@@ -148,6 +150,6 @@ def _poll(store: Any, key: str, timeout: float, who: str) -> bytes:
             # a rank whose program has failed may still complete what it writes in the background
             if not in_background or time.monotonic() - told > _BACKGROUND_SECONDS:
                 session.raise_fault()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+        # in proportion to the time that has passed, so that little of it is added
+        time.sleep(min(max((time.monotonic() - start) / 16, _SHORTEST_PAUSE), _LONGEST_PAUSE))
     return store.get(key)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardwise.faults.folder import Folder
 from shardwise.faults.record import OwnRecord, Record, Row, signature_at
 from shardwise.torch_internals.collectives import Note
+from shardwise.torch_internals.direct_collectives import is_gloo
 from shardwise.torch_internals.process_groups import resolve_group
 
 __all__ = ["Divergence", "Groups", "Records"]
@@ -49,18 +50,22 @@ class Groups:
 
     def __init__(self, own: OwnRecord, records: Records) -> None:
         self._own, self._records = own, records
-        self._known: dict[str, tuple[Row, list[_Peer]]] = {}
+        self._known: dict[str, _Group] = {}
 
     def rows(self) -> list[Row]:
         """Their rows in the record."""
-        return [row for row, _ in list(self._known.values()) if self._own.holds(row)]
+        return [group.row for group in list(self._known.values()) if self._own.holds(group.row)]
+
+    def is_gloo(self, group: str) -> bool:
+        """Whether a group that is known uses gloo."""
+        return self._known[group].is_gloo
 
     def begin(self, group: str, note: Note, source: tuple[str, int, str]) -> Divergence | None:
         """Record a collective that is about to begin, and find a rank that began another one."""
         known = self._known.get(group)
-        if known is None or not self._own.holds(known[0]):
+        if known is None or not self._own.holds(known.row):
             known = self._add(group)
-        row, peers = known
+        row, peers, _ = known
         count = self._own.begin(row, note.text, note.signature, source)
         for peer in peers:
             if (words := peer.words) is None:
@@ -74,11 +79,21 @@ class Groups:
                 return Divergence(peer.rank, row, count)
         return None
 
-    def _add(self, group: str) -> tuple[Row, list[_Peer]]:
-        ranks = tuple(dist.get_process_group_ranks(resolve_group(group)))
-        row = self._own.add_row(group, ranks)
-        known = self._known[group] = (row, [_Peer(rank) for rank in ranks if rank != self._own.rank])
+    def _add(self, name: str) -> _Group:
+        group = resolve_group(name)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        row = self._own.add_row(name, ranks)
+        peers = [_Peer(rank) for rank in ranks if rank != self._own.rank]
+        known = self._known[name] = _Group(row, peers, is_gloo(group))
         return known
+
+
+class _Group(NamedTuple):
+    """A process group: its row in the record, its other ranks, and whether it uses gloo."""
+
+    row: Row
+    peers: list[_Peer]
+    is_gloo: bool
 
 
 class _Peer:

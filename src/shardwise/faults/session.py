@@ -25,11 +25,13 @@ from shardwise.faults.source_line import line_of_stack
 from shardwise.faults.watcher import Watcher
 from shardwise.torch_internals.collectives import Note, monitors, wait_unwatched
 from shardwise.torch_internals.connections import break_connections, world_store
+from shardwise.torch_internals.direct_collectives import is_done, take_work
 
 __all__ = ["Session"]
 
 _SEARCH_SECONDS = 1.2  # for the cause of a connection that broke
 _POLL_SECONDS = 0.02
+_BLOCK_SECONDS = 0.5  # in gloo, before it is asked whether a fault is known
 _CONNECTION_BROKE = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|pair closure|connectfullmesh|"
     r"timed out waiting|socket timeout|wait timeout|failed to (recv|send)|was likely closed"
@@ -84,8 +86,12 @@ class Session:
         world = dist.group.WORLD
         return world is not None and world is self._world()
 
-    def begin(self, group: str, note: Note) -> None:
-        """Record a collective that is about to begin; raise if the world is broken, or another rank began another one."""
+    def begin(self, group: str, note: Note) -> bool:
+        """Record a collective that is about to begin; raise if the world is broken, or another rank began another one.
+
+        Returns:
+            Whether the group uses gloo.
+        """
         if self.fault is not None:
             raise self.peer_error(self.fault)
         source = line_of_stack()
@@ -96,12 +102,16 @@ class Session:
             text = f"{source[0]}:{source[1]} in {source[2]}"
             fault = diverged(self.snapshot(), found.rank, note.text, text, found.row, found.place)
             raise self.peer_error(self.publish(fault))
+        return self._groups.is_gloo(group)
 
     def wait(self, tensor: Tensor) -> Tensor:
         """Wait for a collective; a connection that broke is an error that names the rank that is the cause."""
         words = self.record.words
         words[WAIT] = time.monotonic_ns()
+        work = take_work(tensor)
         try:
+            while work is not None and not is_done(work, _BLOCK_SECONDS):
+                self.raise_fault()  # broken connections did not end the wait
             return wait_unwatched(tensor)
         except RuntimeError as error:
             if (found := self.explain(error)) is None:
@@ -110,18 +120,26 @@ class Session:
         finally:
             words[WAIT] = 0
 
-    def wait_for(self, wait: Callable[[], Any], endless: bool = False) -> Any:
+    def wait_for(
+        self,
+        wait: Callable[[], Any],
+        is_done: Callable[[float], bool] | None = None,
+        in_thread: bool = False,
+    ) -> Any:
         """Wait for a collective that the program called itself; see `wait`.
 
         Args:
             wait: the wait.
-            endless: nothing ends it, not even that connections break. It runs in another thread then, which is given up.
+            is_done: waits for some seconds, and returns whether `wait` would not have to.
+            in_thread: nothing ends the wait, not even that connections break. Another thread does it, which is given up then.
         """
         if threading.get_ident() != self._watcher.program.ident:
             return wait()
         self.user_wait = self.record.words[STUCK] = time.monotonic_ns()
         try:
-            return self._wait_in_thread(wait) if endless else wait()
+            while is_done is not None and not is_done(_BLOCK_SECONDS):
+                self.raise_fault()
+            return self._wait_in_thread(wait) if in_thread else wait()
         except RuntimeError as error:
             if (found := self.explain(error)) is None:
                 raise
@@ -182,7 +200,7 @@ class Session:
 
     def peer_error(self, fault: Fault) -> PeerError:
         """The error to raise for a fault, in the program."""
-        self._told = True
+        self._told = self._told or threading.get_ident() == self._watcher.program.ident
         return PeerError(fault)
 
     def raise_fault(self) -> None:
