@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.checkpoint.aside import own_token
 from shardwise.checkpoint.errors import ERRORS, CheckpointError
 from shardwise.checkpoint.save_plan import this_rank, world_size
 from shardwise.comm import is_simulated
@@ -22,7 +23,7 @@ from shardwise.faults import PeerError, current_session, watch_world
 from shardwise.torch_internals.collectives import note_of
 from shardwise.torch_internals.connections import world_store
 
-__all__ = ["Report", "agree", "failure", "next_number", "restart_numbers"]
+__all__ = ["Report", "agree", "failure", "next_number", "restart_numbers", "run_token"]
 
 Report = dict[str, Any]
 _numbers = [itertools.count()]
@@ -85,8 +86,26 @@ def agree(
     return _raise_error(verdict)
 
 
-def failure(error: CheckpointError, rank: int | None = None) -> Report:
+def run_token(timeout: float, alone: bool) -> str:
+    """What tells the files that this run writes aside from those of other runs: the token of rank 0, on all ranks."""
+    own = own_token()
+    if alone:
+        return own
+    store, key = world_store(), "shardwise/checkpoint/token"
+    if this_rank() == 0:
+        store.set(key, own)
+        return own
+    return _wait(store, key, timeout, "rank 0").decode()
+
+
+def failure(error: Exception, rank: int | None = None) -> Report:
     """An error as a report, with the rank that it happened on."""
+    if not isinstance(error, CheckpointError):
+        error = CheckpointError(
+            f"{type(error).__name__}: {error}",
+            why="The checkpoint could not be written or read on this rank.",
+            fix="See the traceback of that rank.",
+        )
     what = error.what if rank is None else f"[rank {rank}] {error.what}"
     return {"error": type(error).__name__, "what": what, "why": error.why, "fix": error.fix}
 
