@@ -20,7 +20,7 @@ from shardwise.api.distribute import distribute_tensor
 from shardwise.comm import PerRank, first_rank
 from shardwise.comm.simulate import is_simulated, per_rank
 from shardwise.layout import Shard
-from shardwise.parallel.data import fully_shard
+from shardwise.parallel.data.api import fully_shard
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import policy
 from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor

@@ -190,7 +190,10 @@ def is_used_elsewhere(x: Tensor) -> bool:
     tensor: Any = x
     if not x.is_leaf:
         return x.retains_grad and bool(tensor._use_count() > 1)
-    if x._is_view() and torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.NO_GRAD_MODE:
+    if (
+        x._is_view()
+        and torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.NO_GRAD_MODE
+    ):
         return bool(tensor._use_count() > 1)  # it requires what its base requires, and has no node
     with torch.inference_mode(False):  # in which no edge is recorded
         node = torch.autograd.graph.get_gradient_edge(x).node  # refers to the tensor as well
