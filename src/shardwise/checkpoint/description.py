@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.errors import CheckpointStateError
+from shardwise.checkpoint.safetensors_file import has_name
 from shardwise.checkpoint.values import encode
 from shardwise.comm import PerRank
-from shardwise.checkpoint.safetensors_file import has_name
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["Description", "clean_key", "describe_state", "parameter_names"]
