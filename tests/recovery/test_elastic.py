@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +217,33 @@ def test_what_is_lost_with_which_ranks(shape, placements, copies, without, lost)
     snapshot: Snapshot = snapshots(shape, placements, copies)[0][0]
     left = [m for m in snapshot.members if m not in without]
     assert snapshot.lost_without(left) == lost
+
+
+@pytest.mark.parametrize("seed", range(8 if DEEP else 1))
+def test_commits_outlive_the_processes_that_torchrun_restarts(tmp_path, expected, seed):
+    restarts, ranks = 2, 2 + seed % 2
+    shared = [str(tmp_path / "shared")] if seed % 2 else []
+    command = [sys.executable, "-m", "torch.distributed.run", f"--max-restarts={restarts}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", "-m", "tests.recovery.under_torchrun", str(tmp_path), str(seed), *shared]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as agent:
+        output, _ = agent.communicate(timeout=240)
+    assert agent.returncode == 0, output.decode()
+    committed, lives = None, 0
+    for kind, *entry, _when in map(json.loads, (tmp_path / "log").read_text().splitlines()):
+        if kind == "start":
+            lives += 1
+        elif kind == "restored":
+            # a commit may have been completed just before the rank that notes it died
+            assert entry[0] in (committed, (committed or 0) + 1)
+        elif kind == "committed":
+            committed = entry[0]
+        else:
+            step, loss, mask = entry
+            assert mask == expected[step][1]
+            assert abs(loss - expected[step][0]) <= 1e-6 * abs(expected[step][0])
+    assert (lives, committed) == (restarts + 1, len(expected))
+    assert not list(Path("/dev/shm").glob(f"shardwise-elastic-*-{agent.pid}-*"))
+    assert not list(tmp_path.glob("shared/*"))
