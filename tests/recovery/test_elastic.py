@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.recovery.training import Death, train, uninterrupted
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.recovery import ElasticError, ElasticRun, StateLostError
+from shardwise.recovery import ElasticError, ElasticRun, StateLostError, snapshot
 from shardwise.recovery.snapshot import Snapshot, describe
 
 pytestmark = pytest.mark.processes
@@ -189,6 +190,35 @@ def test_a_rank_that_was_stopped_is_left_behind_and_says_so(tmp_path):
     ranks[2].join(120)
     assert ranks[2].exitcode == 1
     assert "LeftBehindError" in (tmp_path / "out-2").read_text()
+
+
+def copy_slowly(run: ElasticRun):
+    """Rank 0 dies when all have arrived at a commit, which rank 1 takes long to copy."""
+    mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    state = {"x": sw.distribute_tensor(torch.zeros(2, 3), mesh, [sw.Replicate()]), "step": 0}
+    run.restore(state)
+    real, member = snapshot.block_on, run.members[dist.get_rank()]
+
+    def slow(*args):
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        return real(*args)
+
+    while state["step"] < 5:
+        state["x"] += 1
+        state["step"] += 1
+        if (run.generation, state["step"], member) == (0, 3, 0):
+            Snapshot.copy_blocks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if (run.generation, state["step"], member) == (0, 3, 1):
+            snapshot.block_on = slow
+        run.commit(state)
+        snapshot.block_on = real
+    return state["x"].full_tensor().sum().item()
+
+
+def test_a_copy_is_not_interrupted_when_another_rank_dies():
+    assert sw.elastic(forked(copy_slowly), 3) == [None, 30.0, 30.0]
 
 
 def snapshots(shape, placements, copies):
