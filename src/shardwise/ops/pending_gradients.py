@@ -7,37 +7,44 @@ what is pending, but each reader would reduce it anew.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.call.moved_view import move_in_place
 from shardwise.layout import Layout
+from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.gradient_methods import (
-    forget_readers,
-    gradient_of,
-    is_known_gradient,
-    set_gradient,
-    unknown_gradients,
-)
+from shardwise.tensor.gradient_methods import gradient_of, is_known_gradient, set_gradient
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.patches import PythonPatch
 
-__all__ = ["gradient_patches", "settle_before_steps", "settle_gradients", "wait_in_layout"]
+__all__ = [
+    "gradient_patches",
+    "is_watched",
+    "settle_before_steps",
+    "settle_gradients",
+    "wait_in_layout",
+    "watch",
+]
 
 _KEPT = "_shardwise_gradient"
+_WATCHED = "_shardwise_watched"
 _MOST = 1 << 24
 """So many bytes per rank are moved together at most, since a buffer holds all of them."""
 
 
 def settle_gradients(params: Iterable[Any]) -> None:
-    """Move the gradients of parameters into the parameters' layouts, with few collectives."""
-    waiting = {id(p): p for p in params if _is_unsettled(p)}
+    """Move the gradients of parameters into the parameters' layouts, with few collectives.
+
+    If implicit communication is not allowed, only those of parameters that are watched, for which the program has asked for it: ops
+    that read the others then raise or warn.
+    """
+    allowed = current_settings().implicit == "allow"
+    waiting = {id(p): p for p in params if _is_unsettled(p) and (allowed or is_watched(p))}
     for some in _buckets(list(waiting.values())):
         grads: list[Any] = [gradient_of(p) for p in some]
         with torch.no_grad():
@@ -56,6 +63,17 @@ def _replace(p: Tensor, pending: DTensor, grad: DTensor) -> None:
         move_in_place(pending, grad)
     else:
         set_gradient(p, grad)
+
+
+def watch(p: Tensor) -> None:
+    """Note that the gradient of a parameter belongs in the parameter's layout, as the styles of `parallel` say."""
+    # the id, because a copy has the attributes of the original and none of its hooks
+    setattr(p, _WATCHED, id(p))
+
+
+def is_watched(p: Tensor) -> bool:
+    """Whether `watch` was called for this parameter itself."""
+    return getattr(p, _WATCHED, None) == id(p)
 
 
 def _is_unsettled(p: Any) -> bool:
@@ -102,60 +120,24 @@ def wait_in_layout(p: Tensor, grad: DTensor, layout: Layout) -> None:
 def settle_before_steps() -> None:
     """Settle gradients before each step of an optimizer."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
-_unknown: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        params = _params_of(optimizer)
-        settle_gradients(params)
-        _unknown[optimizer] = unknown_gradients(params)
-
-
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        forget_readers(_unknown.pop(optimizer, ()))
-
-
-def _params_of(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        settle_gradients(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(parameters, Tensor):
         parameters = list(parameters)
-    if torch.compiler.is_compiling():
-        return original(parameters, *args, **kwargs)
-    params = [
-        p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if isinstance(p, DTensor)
-    ]
-    settle_gradients(params)
-    return _reading(params, lambda: original(parameters, *args, **kwargs))
+    if not torch.compiler.is_compiling():
+        settle_gradients([parameters] if isinstance(parameters, Tensor) else parameters)
+    return original(parameters, *args, **kwargs)
 
 
 def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
-    params = _params_of(optimizer)
-    settle_gradients(params)
-    return _reading(params, lambda: original(scaler, optimizer))
-
-
-def _zero(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return original(owner, *args, **kwargs)
-    params = owner.parameters() if isinstance(owner, torch.nn.Module) else _params_of(owner)
-    return _reading([p for p in params if isinstance(p, DTensor)], lambda: original(owner, *args, **kwargs))
-
-
-def _reading(params: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """Run a function of torch that reads gradients of parameters, and keeps none of them."""
-    unknown = unknown_gradients(params)
-    try:
-        return run()
-    finally:
-        forget_readers(unknown)
+    _before_step(optimizer, (), {})
+    return original(scaler, optimizer)
 
 
 def gradient_patches() -> list[PythonPatch]:
@@ -166,8 +148,4 @@ def gradient_patches() -> list[PythonPatch]:
     return [
         *(PythonPatch(target, _clip, reason) for target in clips),
         PythonPatch((torch.amp.GradScaler, "unscale_"), _unscale, reason),
-        *(
-            PythonPatch((owner, "zero_grad"), _zero, "the program does not get the gradients that it reads")
-            for owner in (torch.optim.Optimizer, torch.nn.Module)
-        ),
     ]
