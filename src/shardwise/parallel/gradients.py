@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.layout import Layout, largest_block
-from shardwise.ops.pending_gradients import keep_memory
+from shardwise.ops.pending_gradients import is_watched, wait_in_layout, watch
 from shardwise.parallel.plain import to_plain
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.gradient_methods import gradient_of
 from shardwise.torch_internals.autograd import accumulating_leaf, has_accumulation_hooks, restore_hooks
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 
 __all__ = ["watch_gradient", "watch_gradients"]
 
-_WATCHED = "_shardwise_watched"
 _LARGE = 1 << 20
 """A gradient of so many bytes is reduced where one in the parameter's layout is there already: it would be held twice."""
 
@@ -30,7 +30,7 @@ def watch_gradients(module: nn.Module) -> None:
     This is done before each forward pass: parameters may have been added, unfrozen, copied or given memory since the last.
     """
     for p in module.parameters():
-        if p.requires_grad and getattr(p, _WATCHED, None) != id(p):
+        if p.requires_grad and not is_watched(p):
             watch_gradient(p)
 
 
@@ -41,8 +41,7 @@ def watch_gradient(p: Tensor) -> None:
     parameter with all others before the optimizer's step or clipping (see `ops/pending_gradients.py`). One that is returned, that a
     hook reads, or that has a graph of its own is moved at once.
     """
-    # the id, because a copy has the attributes of the original and none of its hooks
-    setattr(p, _WATCHED, id(p))
+    watch(p)
     hook = _reduce(p.sharding) if isinstance(p, DTensor) else _plain_gradient
     if hook not in restore_hooks(p):
         p.register_hook(hook)
@@ -73,7 +72,7 @@ def _may_wait(grad: DTensor, target: Layout) -> bool:
     p = accumulating_leaf()
     if p is None or has_accumulation_hooks(p):  # someone reads the gradient at once
         return False
-    before, here = p.grad, grad.sharding
+    before, here = gradient_of(p), grad.sharding
     if not _is_worth_waiting(here, target):
         return False
     if before is None:
@@ -87,8 +86,7 @@ def _may_wait(grad: DTensor, target: Layout) -> bool:
     if before.sharding is not target or not pending or nbytes >= _LARGE:
         return False
     # pending as well, so that the gradients are added without communication
-    keep_memory(p, before)
-    p.grad = before.redistribute(placements=here.placements)
+    wait_in_layout(p, before, here)
     return True
 
 
