@@ -15,6 +15,7 @@ from shardwise.faults.session import Session
 __all__ = ["guard"]
 
 _ALIKE_SECONDS = 1.0  # for the other ranks to raise, too, or to return
+_CERTAIN_SECONDS = 5.0  # the same, for errors that all ranks raise
 
 
 class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a word
@@ -81,7 +82,8 @@ def _tell(session: Session, error: BaseException) -> None:
     session.raised.note(error)
     words = session.record.words
     words[STATE] = RAISED
-    deadline = time.monotonic() + _ALIKE_SECONDS
+    is_alike = getattr(error, "is_alike", False)
+    deadline = time.monotonic() + (_CERTAIN_SECONDS if is_alike else _ALIKE_SECONDS)
     while time.monotonic() < deadline:
         world = session.snapshot()
         others = [record for rank, record in world.records.items() if rank != session.rank]
