@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm import counting
+from shardwise.comm import counting, is_simulated
 from shardwise.compile import EXACT, FAST, NONE, whole_step
 from shardwise.parallel import (
     ColwiseParallel,
@@ -295,7 +295,8 @@ def train(case, captured, steps, passes=NONE, backend="fx"):
     if not captured:
         step._find = lambda *_: None
     split = case.kind in ("fsdp", "ddp", "hsdp")
-    torch.manual_seed(5 + (dist.get_rank() if split else 0))
+    # in a simulation there is one batch for all ranks
+    torch.manual_seed(5 + (dist.get_rank() if split and not is_simulated() else 0))
     losses, sent, reasons = [], [], []
     for _ in range(steps * case.accumulate):
         x, y = torch.randint(0, VOCABULARY, (2, 2, SEQUENCE)).unbind(0)
