@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.call.moved_view import move_in_place
+from shardwise.layout import Layout
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.gradient_methods import gradient_of, is_known_gradient, set_gradient
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.patches import PythonPatch
 
 __all__ = [
     "gradient_patches",
     "is_watched",
-    "keep_memory",
     "settle_before_steps",
     "settle_gradients",
+    "wait_in_layout",
     "watch",
 ]
 
@@ -43,11 +46,23 @@ def settle_gradients(params: Iterable[Any]) -> None:
     allowed = current_settings().implicit == "allow"
     waiting = {id(p): p for p in params if _is_unsettled(p) and (allowed or is_watched(p))}
     for some in _buckets(list(waiting.values())):
-        grads = [p.grad for p in some]
+        grads: list[Any] = [gradient_of(p) for p in some]
         with torch.no_grad():
             found = redistribute_many(grads, [p.sharding for p in some])
-            for p, grad in zip(some, found, strict=True):
-                p.grad = _in_kept_memory(p, grad)
+            for p, pending, grad in zip(some, grads, found, strict=True):
+                _replace(p, pending, grad)
+
+
+def _replace(p: Tensor, pending: DTensor, grad: DTensor) -> None:
+    """Let a settled gradient take the place of a pending one, also for those who have that or views of it."""
+    owner, kept = p.__dict__.pop(_KEPT, (None, None))
+    if owner == id(p) and isinstance(kept, DTensor) and kept._spec is grad._spec:
+        kept.copy_(grad)
+        pending._adopt(kept)
+    elif is_known_gradient(pending):
+        move_in_place(pending, grad)
+    else:
+        set_gradient(p, grad)
 
 
 def watch(p: Tensor) -> None:
@@ -64,7 +79,7 @@ def is_watched(p: Tensor) -> bool:
 def _is_unsettled(p: Any) -> bool:
     if not isinstance(p, DTensor):
         return False
-    grad = p.grad
+    grad = gradient_of(p)
     return (
         isinstance(grad, DTensor)
         and grad.sharding is not p.sharding
@@ -78,11 +93,12 @@ def _is_unsettled(p: Any) -> bool:
 def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     """Parameters in their order, in parts whose gradients have so many bytes together."""
     out: list[list[Any]] = []
-    size = _MOST
+    size = 0
     for p in params:
         # the whole tensor's bytes, so that ranks with blocks of other sizes decide alike
-        nbytes = p.grad.numel() * p.grad.dtype.itemsize
-        if size + nbytes > _MOST:
+        grad: Any = gradient_of(p)
+        nbytes = grad.numel() * grad.dtype.itemsize
+        if not out or size + nbytes > _MOST:
             out.append([])
             size = 0
         out[-1].append(p)
@@ -90,17 +106,15 @@ def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     return out
 
 
-def keep_memory(p: Tensor, grad: Tensor) -> None:
-    """Let the next settled gradient of a parameter be in the memory of this one, which the program may know."""
+def wait_in_layout(p: Tensor, grad: DTensor, layout: Layout) -> None:
+    """Let a settled gradient be one in another layout for a while, to which others are added, and then be settled in its memory.
+
+    It stays the same object. Views of it have what is added only when it is settled.
+    """
+    memory = DTensor(grad._local_tensor, grad._spec) if grad._source is None else grad._same_view()  # type: ignore[attr-defined]
     # the id, because a copy of the parameter has its attributes
-    setattr(p, _KEPT, (id(p), grad))
-
-
-def _in_kept_memory(p: Tensor, grad: DTensor) -> Tensor:
-    owner, kept = p.__dict__.pop(_KEPT, (None, None))
-    if owner != id(p) or not isinstance(kept, DTensor) or kept._spec is not grad._spec:
-        return grad
-    return kept.copy_(grad)
+    setattr(p, _KEPT, (id(p), memory))
+    grad._adopt(grad.redistribute(placements=layout.placements))
 
 
 def settle_before_steps() -> None:
