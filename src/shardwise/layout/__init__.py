@@ -27,6 +27,7 @@ from shardwise.layout.placement import (
 )
 from shardwise.layout.refine import Piece, Pieces, refine
 from shardwise.layout.spec import ShardOrderEntry, Spec, TensorMeta, dtype_text
+from shardwise.layout.spec_pattern import SpecPattern, pattern_of
 from shardwise.layout.unit_axes import UnitPlacements, spelled, unit_placements, without_pending
 from shardwise.layout.view import view
 
@@ -46,6 +47,7 @@ __all__ = [
     "Shard",
     "ShardOrderEntry",
     "Spec",
+    "SpecPattern",
     "StridedShard",
     "TensorMeta",
     "UnitPlacements",
@@ -62,6 +64,7 @@ __all__ = [
     "largest_block",
     "owned",
     "parse_layout",
+    "pattern_of",
     "refine",
     "spelled",
     "unit_placements",

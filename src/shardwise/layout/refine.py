@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from shardwise.layout.factor import Dim, Factor, atoms, merge, take
 from shardwise.layout.layout import Layout
+from shardwise.layout.sizes import cached
 
 __all__ = ["Piece", "Pieces", "refine"]
 
@@ -27,7 +27,7 @@ Pieces = tuple[tuple[Piece, ...], ...]
 """The pieces of each dim."""
 
 
-@lru_cache(maxsize=8192)
+@cached(8192)
 def refine(source: Layout, target: Layout) -> Pieces | None:
     """The common factors of two layouts, or None if the intersection of some blocks is not a box.
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import MaskPartial, Placement, Shard, StridedShard
+from shardwise.layout.sizes import cached
 
 __all__ = ["UnitPlacements", "spelled", "unit_placements", "without_pending"]
 
@@ -59,7 +59,7 @@ def _is_same(layout: Layout, units: UnitPlacements) -> bool:
         return False
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def spelled(layout: Layout, units: UnitPlacements) -> UnitPlacements:
     """Those of the placements that go with a layout; what a larger axis was given is forgotten where it no longer holds."""
     sizes = layout.axes.sizes

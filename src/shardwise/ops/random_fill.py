@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from shardwise.call.schema import op_info
 from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
 from shardwise.comm.recording import recorders
 from shardwise.layout import Layout, owned
+from shardwise.layout.sizes import cached
 from shardwise.ops.traced_draws import define_numbers, traced_numbers
 from shardwise.random import (
     BlockIndices,
@@ -78,7 +78,7 @@ def describe_draw(numbers: Numbers, shape: Sequence[int], cells: Sequence[Sequen
     return json.dumps({"op": numbers.op, "given": numbers.given, "shape": [*shape], "cells": dims})
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _parse_draw(text: str) -> tuple[Numbers, BlockIndices]:
     said = json.loads(text)
     cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]

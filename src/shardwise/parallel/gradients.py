@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.layout import Layout
+from shardwise.layout.sizes import cached
 from shardwise.parallel.plain import to_plain
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
@@ -59,7 +59,7 @@ def watch_gradient(p: Tensor) -> None:
         p.register_hook(hook)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
     """A hook that redistributes a gradient to a layout, or leaves it pending until the end of the backward pass.
 

@@ -51,9 +51,10 @@ def plan_redistribute(
     key = (source, target, itemsize)
     plan = decisions.plans.get(key)
     if plan is None:
-        if len(decisions.plans) >= _MAX_PLANS:
-            decisions.plans.pop(next(iter(decisions.plans)), None)
-        plan = decisions.plans.setdefault(key, _search(source, target, itemsize, decisions.model))
+        plans = decisions.symbolic_plans if source.is_symbolic or target.is_symbolic else decisions.plans
+        if len(plans) >= _MAX_PLANS:
+            plans.pop(next(iter(plans)), None)
+        plan = plans.get(key) or plans.setdefault(key, _search(source, target, itemsize, decisions.model))
     return plan  # type: ignore[no-any-return]
 
 

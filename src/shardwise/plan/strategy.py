@@ -26,6 +26,7 @@ from shardwise.layout import (
 from shardwise.plan.cost import CostModel
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.settings import current_costs
+from shardwise.plan.symbolic_time import time_of
 from shardwise.rules import Candidate, Listed, Rule
 from shardwise.rules.rule import Letters
 
@@ -239,6 +240,9 @@ def _axis_seconds(
         return 0.0
     n = on.sizes[axis]
     latency, bandwidth = model.pace(on, (axis,))
+    if type(size) is not int:
+        share = (2 / n if here.is_partial() else 1) if there.is_replicate() else 1 / n
+        return time_of(latency, size, share * (n - 1) / bandwidth)  # type: ignore[no-any-return]
     if there.is_replicate():
         sent = 2 * size * (n - 1) / n if here.is_partial() else size * (n - 1)
     else:

@@ -42,7 +42,9 @@ class PythonMethods:
 
     def new(self: Any, *size: Any, **kwargs: Any) -> Any:
         """An uninitialized tensor on the same mesh, as `new_empty(size)`; or a replicated one with the values of a list."""
-        if self.is_sparse or any(isinstance(s, Tensor) for s in size):  # indices and values, or a tensor to share
+        if self.is_sparse or any(
+            isinstance(s, Tensor) for s in size
+        ):  # indices and values, or a tensor to share
             return Tensor.new(self, *size, **kwargs)
         if len(size) == 1 and isinstance(size[0], list):
             return self.new_tensor(*size, **kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +50,8 @@ _while_tracing: list[Any] = []
 _effects: set[Any] = set()
 _states: list[ScopedState] = []
 _usual_states: list[str] = []
-_by_metadata: list[type] = []
+MetadataCheck = Callable[[Any, list[int | None], list[int | None]], Callable[[Any], bool]]
+_by_metadata: dict[type, MetadataCheck] = {}
 
 
 class _Slot:
@@ -203,15 +205,21 @@ def _register_all(dynamo: ModuleType) -> None:
         _register(dynamo, function, _handle_constant)
 
 
-def guard_by_metadata(cls: type) -> None:
-    """Have the guards on a tensor of a class be those on its type, on what `__tensor_flatten__` says and on its parts.
+def guard_by_metadata(cls: type, check: MetadataCheck) -> None:
+    """Have the guards on a tensor of a class be those on its type, on its metadata and on its parts.
 
     They imply the others, which torch installs because it does not know what the class says of itself.
+
+    Args:
+        cls: the class.
+        check: from a tensor, its sizes and its strides, with None where they are symbols in the compiled code, to a function
+            that says of another tensor whether the code is for it, too. What it says of symbols is checked elsewhere.
     """
-    _by_metadata.append(cls)
+    _by_metadata[cls] = check
 
 
 def _guard_less(dynamo: Any) -> None:
+    _replace_metadata_guard(dynamo.guards)
     builder = dynamo.variables.builder.VariableBuilder
     original = builder.install_guards
 
@@ -222,6 +230,26 @@ def _guard_less(dynamo: Any) -> None:
         return original(self, *kept)
 
     builder.install_guards = install_guards
+
+
+def _replace_metadata_guard(guards: Any) -> None:
+    """Have the guard on the metadata of a subclass be the check that the class has."""
+    builder = guards.GuardBuilder
+    original = builder.TENSOR_SUBCLASS_METADATA_MATCH
+
+    @wraps(original)
+    def match(self: Any, guard: Any) -> None:
+        value = self.get(guard)
+        make = _by_metadata.get(type(value))
+        if make is None:
+            return original(self, guard)
+        known = self.check_fn_manager.output_graph.input_source_to_sizes_strides[guard.originating_source]
+        size, stride = (guards.convert_to_concrete_values(known[k]) for k in ("size", "stride"))
+        parts = guards.get_verbose_code_parts(f"{type(value).__name__} of {size}, {stride}", guard)
+        check = make(value, size, stride)
+        self.get_guard_manager(guard).add_lambda_guard(check, parts, guard.user_stack)
+
+    builder.TENSOR_SUBCLASS_METADATA_MATCH = match
 
 
 def _is_implied(guard: Any) -> bool:

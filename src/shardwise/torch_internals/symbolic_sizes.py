@@ -1,0 +1,116 @@
+"""Symbolic sizes of `torch.compile`: as parts of interned values, and as numbers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+
+from shardwise.layout.sizes import forget_symbols
+
+__all__ = [
+    "SymbolicSize",
+    "is_symbolic_number",
+    "sign_of",
+    "symbolic_size",
+    "terms_of",
+    "untraced",
+    "value_of_symbol",
+]
+
+_interned: WeakValueDictionary[tuple[int, Any], SymbolicSize] = WeakValueDictionary()
+_current: list[Any] = [lambda: None]  # a weak reference to what the last symbols belong to
+_PRECISION = 1 << 40
+
+
+class SymbolicSize(torch.SymInt):
+    """A symbolic size that can be hashed. There is one object for each expression of a compilation."""
+
+    def __init__(self, node: Any, key: Any) -> None:
+        super().__init__(node)
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: object) -> SymbolicSize:
+        return self
+
+
+def symbolic_size(size: Any) -> Any:
+    """A symbolic size as `SymbolicSize`, by what the compiler knows of it now; the number, if that is known.
+
+    >>> symbolic_size(2)
+    2
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    node = size.node
+    expression = node.expr
+    if expression.is_number:
+        return int(expression)
+    env = node.shape_env
+    if _current[0]() is not env:
+        _current[0] = ref(env)
+        forget_symbols()
+    key = (id(env), expression)
+    known = _interned.get(key)
+    if known is None:
+        known = _interned.setdefault(key, SymbolicSize(node, key))
+    return known
+
+
+def is_symbolic_number(x: object) -> bool:
+    """Whether something is a symbol of any kind.
+
+    >>> is_symbolic_number(2)
+    False
+    """
+    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def value_of_symbol(x: Any) -> Any:
+    """The value of a symbol that is not a whole number, on which the compiled code then depends.
+
+    >>> value_of_symbol(2)
+    2
+    """
+    if isinstance(x, torch.SymFloat):
+        return float(x)
+    return bool(x) if isinstance(x, torch.SymBool) else x
+
+
+def terms_of(size: Any) -> dict[Any, int]:
+    """A size as a sum of products of symbols, each of which is at least 1: from products to coefficients; 1 for the constant.
+
+    >>> terms_of(6)
+    {1: 6}
+    """
+    if not isinstance(size, torch.SymInt):
+        return {1: int(size)}
+    return dict(size.node.expr.expand().as_coefficients_dict())
+
+
+def sign_of(terms: dict[Any, float]) -> int:
+    """The sign of a sum of products of symbols with these coefficients, for the sizes at hand; compiled code checks it.
+
+    >>> sign_of({1: -2.5})
+    -1
+    """
+    largest = max(map(abs, terms.values()))
+    # whole numbers, which the compiler can reason about
+    total: Any = sum(round(c / largest * _PRECISION) * k for k, c in terms.items())
+    evaluate = getattr(_current[0](), "evaluate_expr", bool)
+    return 1 if evaluate(total > 0) else -1 if evaluate(total < 0) else 0
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """A block in which calculations with symbols are not recorded into a graph; their results may be used in it.
+
+    >>> with untraced():
+    ...     pass
+    """
+    return nullcontext() if get_proxy_mode() is None else disable_proxy_modes_tracing()
