@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["ALTERNATIVES", "by_statistics", "rows_gradient"]
@@ -168,7 +169,7 @@ def by_statistics(program: Callable[..., Any], call: OpCall, resolution: Resolut
     if not isinstance(first, DTensor) or not first.dtype.is_floating_point or 0 in first.shape:
         return None
     # other tensors of the same shape, such as a gradient, have the same rows
-    rows = [t for t in call.args if isinstance(t, DTensor) and t.shape == first.shape]
+    rows = [t for t in call.args if isinstance(t, DTensor) and same_sizes(t.shape, first.shape)]
     target = resolution.moves[0].target if resolution.moves[0] is not None else first._spec.layout
     if any(t._spec.layout.partial for t in rows) or all(t._spec.layout is target for t in rows):
         return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import decomposition_of
 
@@ -49,7 +50,7 @@ def writing_variant(func: Any, functional: Callable[..., Any]) -> Callable[..., 
         into: list[Tensor] = [named[name] for name in targets]
         results = functional(*args, **{k: v for k, v in kwargs.items() if k not in info.out_names})
         for t, r in zip(into, [results] if isinstance(results, Tensor) else list(results), strict=True):
-            target = t if t.shape == r.shape else _resized(t, r.shape)
+            target = t if same_sizes(t.shape, r.shape) else _resized(t, r.shape)
             if info.qualified_name in _FILLS:
                 target, r = _once(target, r)
             target.copy_(r)

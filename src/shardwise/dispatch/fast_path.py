@@ -16,6 +16,7 @@ from shardwise.call.schema import op_info
 from shardwise.comm import coord_of
 from shardwise.dispatch.key import ONE_TENSOR, new_entry
 from shardwise.layout import Spec, block_shape
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import python_binding
 from shardwise.torch_internals.subclass import new_dtensor
@@ -100,7 +101,7 @@ def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
     if func is aten.unsqueeze.default:
         block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
         # a block without elements may be empty along another dim
-        if func(block, *call.args[1:]).shape == shape:
+        if same_sizes(func(block, *call.args[1:]).shape, shape):
             run = constant(func, spec, call.args, call.kwargs)
             setattr(run, _RECIPE, Recipe("direct", (spec,)))
             return run

@@ -8,7 +8,8 @@ into a number where a symbol would do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,8 +23,10 @@ __all__ = [
     "as_sizes",
     "at_new_symbols",
     "cached",
+    "common_multiple",
     "forget_symbols",
     "known_symbols",
+    "same_sizes",
     "set_symbols",
 ]
 
@@ -77,7 +80,29 @@ def are_symbolic(sizes: Iterable[Any]) -> bool:
     >>> are_symbolic((2, 3))
     False
     """
-    return any([not isinstance(n, int) for n in sizes])
+    return any(not isinstance(n, int) for n in sizes)
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are equal. Tuples of different lengths would be compared element by element, for symbols a question.
+
+    >>> same_sizes((2, 3), (2, 3)), same_sizes((2,), (2, 3))
+    (True, False)
+    """
+    return len(a) == len(b) and a == b
+
+
+def common_multiple(a: Any, b: Any) -> Any:
+    """The least common multiple of two sizes.
+
+    >>> common_multiple(4, 6)
+    12
+    """
+    if type(a) is type(b) is int:
+        return math.lcm(a, b)
+    if a % b == 0:
+        return as_size(a)
+    return as_size(b) if b % a == 0 else math.lcm(a, b)
 
 
 at_new_symbols: list[Callable[[], None]] = []

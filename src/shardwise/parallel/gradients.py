@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.layout import Layout
-from shardwise.layout.sizes import cached
+from shardwise.layout.sizes import same_sizes
 from shardwise.parallel.plain import to_plain
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
@@ -59,7 +60,7 @@ def watch_gradient(p: Tensor) -> None:
         p.register_hook(hook)
 
 
-@cached(4096)
+@lru_cache(maxsize=4096)
 def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
     """A hook that redistributes a gradient to a layout, or leaves it pending until the end of the backward pass.
 
@@ -72,7 +73,7 @@ def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
 def _settle(grad: Tensor, layout: Layout) -> Tensor:
     if not isinstance(grad, DTensor) or grad.sharding is layout or grad.is_sparse:
         return grad
-    if grad.shape != torch.Size(layout.shape):
+    if not same_sizes(grad.shape, layout.shape):
         return grad
     return grad if _postpone(grad, layout) else grad.redistribute(placements=layout.placements)
 

@@ -6,6 +6,7 @@ import heapq
 import itertools
 
 from shardwise.layout import Layout, LayoutError, largest_block
+from shardwise.layout.sizes import same_sizes
 from shardwise.plan.cost import CostModel
 from shardwise.plan.edges import steps_towards
 from shardwise.plan.settings import current_settings
@@ -59,7 +60,7 @@ def plan_redistribute(
 
 
 def _search(source: Layout, target: Layout, itemsize: int, model: CostModel) -> Plan:
-    if source.axes != target.axes or source.shape != target.shape:
+    if source.axes != target.axes or not same_sizes(source.shape, target.shape):
         raise LayoutError(
             f"{source} cannot be redistributed to {target}.",
             why=f"The first is {source.shape} on ({source.axes}), the second {target.shape} on ({target.axes}).",

@@ -334,7 +334,12 @@ def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[in
         for d in (d for d, x in enumerate(letters) if x == letter):
             dim = tuple(Factor(f.size, tuple(a for a in f.axes if a in on)) for f in layout.dims[d])
             options.append((sum(len(f.axes) for f in dim), math.prod(layout.shape), dim))
-    *_, best = max(options, key=lambda option: option[:2])
+    most = max(count for count, _, _ in options)
+    options = [option for option in options if option[0] == most]
+    if all(dim == options[0][2] for _, _, dim in options):
+        best = options[0][2]
+    else:
+        best = max(options, key=lambda option: option[1])[2]
     missing = tuple(a for a in on if all(a not in f.axes for f in best))
     if missing:
         last = best[-1] if best else Factor(1)

@@ -69,9 +69,7 @@ def _tangent(plain: Tensor, context: tuple[SpecPattern, bool]) -> DTensor:
         return to_layout(full, pattern.layout(plain.shape))
 
 
-def _guard(
-    x: DTensor, sizes: list[int | None], strides: list[int | None]
-) -> Callable[[DTensor], bool]:
+def _guard(x: DTensor, sizes: list[int | None], strides: list[int | None]) -> Callable[[DTensor], bool]:
     """Whether compiled code for one tensor is for another: of the same layout, and of the same sizes that are not symbols."""
     spec, requires_grad = x._spec, x.requires_grad
     if None not in sizes and None not in strides:

@@ -92,7 +92,10 @@ def from_local(
     else:
         known = tuple([None if x is None else tuple(x) for x in given])
         key = (known, local.shape, local.stride(), local.dtype, local.device)
-        spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
+        try:
+            spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
+        except TypeError:  # symbolic sizes
+            spec = _spec(local, mesh, placements, False, shape, stride)
     grads = None if grad_placements is None else _grads_layout(spec.layout, grad_placements, "from_local")
     if observers and (simulated or coord_of(mesh) is not None):
         observers[-1].claim(local, spec, "from_local")

@@ -242,7 +242,8 @@ def _replace_metadata_guard(guards: Any) -> None:
         value = self.get(guard)
         make = _by_metadata.get(type(value))
         if make is None:
-            return original(self, guard)
+            original(self, guard)
+            return
         known = self.check_fn_manager.output_graph.input_source_to_sizes_strides[guard.originating_source]
         size, stride = (guards.convert_to_concrete_values(known[k]) for k in ("size", "stride"))
         parts = guards.get_verbose_code_parts(f"{type(value).__name__} of {size}, {stride}", guard)

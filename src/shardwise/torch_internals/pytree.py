@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils import _pytree
 
 __all__ = ["flatten", "tree_flatten", "tree_unflatten"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -100,10 +101,20 @@ def sign_of(terms: dict[Any, float]) -> int:
     >>> sign_of({1: -2.5})
     -1
     """
-    largest = max(map(abs, terms.values()))
-    # whole numbers, which the compiler can reason about
-    total: Any = sum(round(c / largest * _PRECISION) * k for k, c in terms.items())
     evaluate = getattr(_current[0](), "evaluate_expr", bool)
+    products = [k for k, c in terms.items() if k != 1 and c]
+    total: Any
+    # whole numbers, which the compiler can reason about
+    if len(products) == 1:
+        (product,) = products
+        scale = 1 if terms[product] > 0 else -1
+        bound = -terms.get(1, 0.0) / terms[product]
+        if bound != int(bound):
+            return scale if evaluate(product > math.floor(bound)) else -scale
+        total = scale * (product - int(bound))
+    else:
+        largest = max(map(abs, terms.values()))
+        total = sum(round(c / largest * _PRECISION) * k for k, c in terms.items())
     return 1 if evaluate(total > 0) else -1 if evaluate(total < 0) else 0
 
 
