@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.layout import Layout, LayoutError, dtype_text
+from shardwise.layout.sizes import as_size
 from shardwise.plan.cost import CostModel
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.settings import current_settings
@@ -128,10 +129,10 @@ class GroupedPlan:
     def __str__(self) -> str:
         lines = [f"{len(self.items)} tensor{'' if len(self.items) == 1 else 's'}"]
         for grouped in self.steps:
-            lines.append(f"  {grouped}   {grouped.bytes:,} B")
+            lines.append(f"  {grouped}   {as_size(grouped.bytes):,} B")
             for (tensor, step), itemsize in zip(grouped.members, grouped.itemsizes, strict=True):
                 dtype = dtype_text(self.items[tensor].dtype)
-                sent = f"   {step.elements * itemsize:,} B" if grouped.is_collective else ""
+                sent = f"   {as_size(step.elements * itemsize):,} B" if grouped.is_collective else ""
                 lines.append(f"    {dtype} {step.source} -> {step.target}{sent}")
         return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from shardwise.comm import PerRank, detached, is_sparse, members_of
 from shardwise.comm.run import run
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride, without_pending
-from shardwise.layout.sizes import cached
+from shardwise.layout.sizes import as_sizes, cached
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
@@ -74,6 +74,8 @@ class ToLocal(torch.autograd.Function):
         grads = tuple(g.contiguous() if not is_sparse(g) and 0 in g.stride() else g for g in grads)
         given = grads[0]
         stride = stride_of(given)
+        if spec.is_symbolic and stride is not None:
+            stride = as_sizes(stride)
         grad_spec = _gradient_spec(spec, layout, given.dtype, stride)
         if observers:
             observers[-1].claim(join_blocks(ctx.ranks, grads), grad_spec, "the gradient of a to_local")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.run import run
 from shardwise.layout import Layout, contiguous_stride
+from shardwise.layout.sizes import as_size
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.abstract_tensor import AbstractTensor
@@ -75,7 +76,7 @@ def announce(op: Any, nbytes: int, why: str, fix: str = "Redistribute the operan
     if how == "allow" or _approved.get():
         return
     error = CommunicationError(
-        f"Implicit redistribution: {op} would communicate {nbytes:,} B.",
+        f"Implicit redistribution: {op} would communicate {as_size(nbytes):,} B.",
         why=why,
         fix=f'{fix}, or allow it: with policy(implicit="allow"): ...',
     )

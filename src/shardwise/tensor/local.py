@@ -36,6 +36,7 @@ from shardwise.layout import (
     global_stride,
     unit_placements,
 )
+from shardwise.layout.sizes import are_symbolic
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.autograd import FromLocal, ToLocal, join_blocks
 from shardwise.tensor.consistency import checked_shape
@@ -213,7 +214,10 @@ def _layout(
         shape = checked_shape(local, mesh, placements, shape)
     if shape is None:
         first = first_rank(local)
-        shape = global_shape(Layout.of(first.shape, axes, placements), first.shape)
+        block = first.shape
+        # only the axes of this layout count; of symbols, those of a size that can be split
+        some = [n * axes.count for n in block] if are_symbolic(block) else block
+        shape = global_shape(Layout.of(some, axes, placements), block)
     layout = Layout.of(shape, axes, placements)
     if isinstance(local, PerRank):
         blocks = local._blocks
