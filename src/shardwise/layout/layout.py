@@ -127,6 +127,12 @@ class Layout(Immutable):
         dims = [[Factor(f.size, tuple(a for a in f.axes if a not in drop)) for f in dim] for dim in self.dims]
         return Layout(self.axes, dims, {a: op for a, op in self.partial if a not in drop})
 
+    def refreshed(self) -> Layout:
+        """The layout by what is known of its symbols now: some may have become numbers, others equal."""
+        if not self.is_symbolic:
+            return self
+        return self.with_dims([[Factor(as_size(f.size), f.axes) for f in dim] for dim in self.dims])
+
     def __reduce__(self) -> tuple[object, ...]:
         return Layout, (self.axes, self.dims, dict(self.partial))
 

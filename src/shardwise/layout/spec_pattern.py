@@ -15,7 +15,7 @@ from shardwise.layout.spec import Spec, dtype_text
 from shardwise.layout.text import layout_text
 from shardwise.layout.unit_axes import UnitPlacements
 
-__all__ = ["SpecPattern", "pattern_of", "restore_pattern"]
+__all__ = ["SpecPattern", "open_dim", "pattern_of", "restore_pattern"]
 
 _MAX_SPECS = 256  # kept for each pattern
 
@@ -90,7 +90,7 @@ class SpecPattern(Immutable):
 
     def layout(self, size: Sequence[int]) -> Layout:
         """The layout of a tensor of these sizes."""
-        dims = [_dim(n, *pattern) for n, pattern in zip(size, self.dims, strict=True)]
+        dims = [open_dim(n, *pattern) for n, pattern in zip(size, self.dims, strict=True)]
         return Layout(self.axes, dims, dict(self.partial))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -102,7 +102,8 @@ class SpecPattern(Immutable):
         return layout_text(self.axes, dims, self.partial, dtype_text(self.dtype))
 
 
-def _dim(size: int, axes: tuple[int, ...], inner: tuple[Factor, ...]) -> Dim:
+def open_dim(size: int, axes: tuple[int, ...], inner: Sequence[Factor]) -> Dim:
+    """The factors of a dim of some size, given the axes that split the outermost one and the others."""
     return (Factor(size // math.prod(f.size for f in inner), axes), *inner)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.call.schema import op_info
-from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
+from shardwise.comm import Coord, PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
 from shardwise.comm.recording import recorders
-from shardwise.layout import Layout, owned
-from shardwise.layout.sizes import cached
+from shardwise.layout import Axes, Factor, Layout, Spec, owned, pattern_of
+from shardwise.layout.spec_pattern import open_dim
 from shardwise.ops.traced_draws import define_numbers, traced_numbers
 from shardwise.random import (
     BlockIndices,
@@ -78,11 +79,24 @@ def describe_draw(numbers: Numbers, shape: Sequence[int], cells: Sequence[Sequen
     return json.dumps({"op": numbers.op, "given": numbers.given, "shape": [*shape], "cells": dims})
 
 
-@cached(4096)
-def _parse_draw(text: str) -> tuple[Numbers, BlockIndices]:
+def _describe_symbolic_draw(numbers: Numbers, spec: Spec, coord: Coord) -> str:
+    """The same where the shape is known only when the program runs: how axes split it, and where the block is."""
+    pattern = pattern_of(spec)
+    said = {"op": numbers.op, "given": numbers.given, "axes": pattern.axes.sizes, "dims": pattern.dims}
+    return json.dumps(said | {"coord": coord})
+
+
+@lru_cache(maxsize=4096)
+def _parse_draw(text: str, sizes: tuple[int, ...] = ()) -> tuple[Numbers, BlockIndices]:
     said = json.loads(text)
-    cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]
     numbers = Numbers(said["op"], tuple(said["given"]), _BY_NAME[said["op"]])
+    if "dims" in said:
+        dims = [(tuple(axes), [Factor(n, tuple(on)) for n, on in inner]) for axes, inner in said["dims"]]
+        layout = Layout(
+            Axes(tuple(said["axes"])), [open_dim(n, *d) for n, d in zip(sizes, dims, strict=True)]
+        )
+        return numbers, BlockIndices(sizes, owned(layout, said["coord"]))
+    cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]
     return numbers, BlockIndices(said["shape"], cells)
 
 
@@ -90,9 +104,11 @@ _BY_NAME: dict[str, Callable[..., Tensor]] = {}
 """The distribution of each op that `Numbers` were constructed for."""
 
 
-def _numbers_at(position: Tensor, text: str, like: Tensor, read: Sequence[Tensor]) -> Tensor:
+def _numbers_at(
+    position: Tensor, text: str, like: Tensor, read: Sequence[Tensor], sizes: Sequence[int]
+) -> Tensor:
     """The numbers of a traced draw, at a position of the stream that is known when the program runs."""
-    numbers, cells = _parse_draw(text)
+    numbers, cells = _parse_draw(text, tuple(sizes))
     seed, number = position.tolist()
     block = torch.empty_like(like, memory_format=torch.contiguous_format)
     _write(block, cells, numbers, Draw(seed % 2**64, number), read)
@@ -154,8 +170,15 @@ def _trace(func: Any, x: DTensor, generate: Generate, generator: Any, others: Se
         raise needs_concrete_values(func)
     if (coord := coord_of(x.device_mesh)) is not None:
         read = [_matching_block(func, t, x) for t in others]
-        text = describe_draw(generate, x.shape, owned(x._spec.layout, coord))
-        x._local_tensor.copy_(traced_numbers(x.device_mesh, text, x._local_tensor, read))
+        spec, mesh, block = x._spec, x.device_mesh, x._local_tensor
+        if spec.is_symbolic:
+            drawn = traced_numbers(
+                mesh, _describe_symbolic_draw(generate, spec, coord), block, read, spec.shape
+            )
+        else:
+            text = describe_draw(generate, x.shape, owned(spec.layout, coord))
+            drawn = traced_numbers(mesh, text, block, read)
+        block.copy_(drawn)
     return x
 
 

@@ -52,7 +52,9 @@ def plan_redistribute(
     key = (source, target, itemsize)
     plan = decisions.plans.get(key)
     if plan is None:
-        plans = decisions.symbolic_plans if source.is_symbolic or target.is_symbolic else decisions.plans
+        plans = decisions.plans
+        if source.is_symbolic or target.is_symbolic:
+            plans, source, target = decisions.symbolic_plans, source.refreshed(), target.refreshed()
         if len(plans) >= _MAX_PLANS:
             plans.pop(next(iter(plans)), None)
         plan = plans.get(key) or plans.setdefault(key, _search(source, target, itemsize, decisions.model))

@@ -32,7 +32,9 @@ from shardwise.torch_internals.collective_order import keep_collectives_alike
 from shardwise.torch_internals.eager_graphs import support_eager_graphs
 from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_by_metadata, guard_state
 from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
-from shardwise.torch_internals.symbolic_sizes import find_symbols_in_graphs, sign_of, symbolic_size, terms_of
+from shardwise.torch_internals.late_numbers import restart_for_late_numbers
+from shardwise.torch_internals.symbolic_sizes import sign_of, symbolic_size, terms_of
+from shardwise.torch_internals.symbols_in_graphs import find_symbols_in_graphs
 from shardwise.torch_internals.tangents import accept_plain_tangents
 
 __all__ = ["support_compile"]
@@ -58,6 +60,7 @@ def support_compile() -> None:
     implementation.stable_hash = _stable_hash
     implementation.related_spec = related_spec
     find_symbols_in_graphs()
+    restart_for_late_numbers()
     set_symbols(Symbols(symbolic_size, terms_of, sign_of))
     guard_state(ScopedState(settings_key, _save_settings))
 

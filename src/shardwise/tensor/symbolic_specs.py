@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from shardwise.layout import Factor, Layout, Spec
-from shardwise.layout.sizes import as_size, as_sizes
+from shardwise.layout import Spec
+from shardwise.layout.sizes import as_sizes
 
 __all__ = ["refreshed", "related_spec"]
 
@@ -16,9 +16,7 @@ def refreshed(spec: Spec) -> Spec:
     """A spec by what the compiler knows of its symbols now: some may have become numbers, others equal."""
     if not spec.is_symbolic:
         return spec
-    layout = spec.layout
-    dims = [[Factor(as_size(f.size), f.axes) for f in dim] for dim in layout.dims]
-    new = Layout(layout.axes, dims, dict(layout.partial))
+    new = spec.layout.refreshed()
     stride = None if spec.stride is None else as_sizes(spec.stride)
     return Spec(spec.mesh, new, spec.dtype, Spec.shape_type(new.shape), stride, spec.units)
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.torch_internals.graph_values import describe_constant, package_digest
 from shardwise.torch_internals.module_fixer import after_import
+from shardwise.torch_internals.subclass import is_parameter
 
 __all__ = [
     "ScopedState",
@@ -198,11 +199,29 @@ def _register(dynamo: Any, function: Callable[..., Any], handler: Any) -> None:
 
 def _register_all(dynamo: ModuleType) -> None:
     _guard_less(dynamo)
+    _keep_parameters_static(dynamo)
     torch.fx.node.has_side_effect(run_in_graph)
     for function in _in_graph:
         _register(dynamo, function, _handle)
     for function in _while_tracing:
         _register(dynamo, function, _handle_constant)
+
+
+def _keep_parameters_static(dynamo: Any) -> None:
+    """Have the sizes of parameters that are tensors of our classes be constants, as those of `nn.Parameter` are."""
+    builder = dynamo.variables.builder
+    original = builder.tensor_always_has_static_shape
+
+    def has_static_shape(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            type(tensor) in _by_metadata
+            and is_parameter(tensor)
+            and dynamo.config.force_parameter_static_shapes
+        ):
+            return True, dynamo.utils.TensorStaticReason.PARAMETER
+        return original(tensor, *args, **kwargs)
+
+    builder.tensor_always_has_static_shape = has_static_shape
 
 
 def guard_by_metadata(cls: type, check: MetadataCheck) -> None:
@@ -273,7 +292,7 @@ def _handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _handle_constant(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """What dynamo does at a call of a function that is called while tracing."""
-    call, tensors = _call_of(variable.value, args, kwargs)
+    call, tensors = _call_of(variable.value, args, kwargs, _value_of)
     _watch_state(tx)
     if tensors:
         raise TypeError(
@@ -283,11 +302,18 @@ def _handle_constant(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return torch._dynamo.variables.builder.SourcelessBuilder.create(tx, result)
 
 
-def _call_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Any]]:
-    """A call with its constants, and the variables of its tensors."""
+def _value_of(variable: Any) -> Any:
+    """The value of a symbolic number, on which the compiled code then depends."""
+    return variable.evaluate_expr()
+
+
+def _call_of(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: Callable[[Any], Any] | None = None
+) -> tuple[_Call, list[Any]]:
+    """A call with its constants, and the variables of its tensors; symbolic numbers count as tensors, or become `number`."""
     tensors: list[Any] = []
-    frozen = tuple(_freeze(a, tensors) for a in args)
-    return _Call(function, frozen, {k: _freeze(v, tensors) for k, v in kwargs.items()}), tensors
+    frozen = tuple(_freeze(a, tensors, number) for a in args)
+    return _Call(function, frozen, {k: _freeze(v, tensors, number) for k, v in kwargs.items()}), tensors
 
 
 def _watch_state(tx: Any) -> None:
@@ -308,11 +334,13 @@ def read_state() -> tuple[Any, ...]:
     return tuple([state.read() for state in _states])
 
 
-def _freeze(variable: Any, tensors: list[Any]) -> Any:
+def _freeze(variable: Any, tensors: list[Any], number: Callable[[Any], Any] | None) -> Any:
     """An argument as dynamo knows it, as a constant with places for tensors."""
     guards: Any = torch._dynamo.guards
     known: Any = torch._dynamo.variables
     variable = variable.realize()
+    if number is not None and isinstance(variable, known.SymNodeVariable):
+        return number(variable)
     if isinstance(variable, known.TensorVariable | known.SymNodeVariable):
         tensors.append(variable)
         return _Slot(len(tensors) - 1)
@@ -321,10 +349,10 @@ def _freeze(variable: Any, tensors: list[Any]) -> Any:
         tuple,
         torch.Size,
     ):
-        items = [_freeze(v, tensors) for v in variable.items]
+        items = [_freeze(v, tensors, number) for v in variable.items]
         return items if variable.python_type() is list else tuple(items)
     if isinstance(variable, known.ConstDictVariable):
-        return {k.vt.as_python_constant(): _freeze(v, tensors) for k, v in variable.items.items()}
+        return {k.vt.as_python_constant(): _freeze(v, tensors, number) for k, v in variable.items.items()}
     if (
         type(variable) is known.UserDefinedObjectVariable
         or isinstance(variable, known.UnspecializedNNModuleVariable | known.NNModuleVariable)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import operator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
 
 from shardwise.layout.sizes import forget_symbols
+from shardwise.torch_internals.late_numbers import becomes_number
 
 __all__ = [
+    "SizeNode",
     "SymbolicSize",
-    "find_symbols_in_graphs",
     "is_symbolic_number",
     "sign_of",
     "symbolic_size",
@@ -28,6 +28,10 @@ __all__ = [
 _interned: WeakValueDictionary[tuple[int, Any], SymbolicSize] = WeakValueDictionary()
 _current: list[Any] = [lambda: None]  # a weak reference to what the last symbols belong to
 _PRECISION = 1 << 40
+
+
+class SizeNode(SymNode):
+    """The node of a `SymbolicSize`, which is in use in all graphs of a compilation."""
 
 
 class SymbolicSize(torch.SymInt):
@@ -57,8 +61,8 @@ def symbolic_size(size: Any) -> Any:
         return size
     node = size.node
     expression = node.expr
-    if expression.is_number:
-        return int(expression)
+    if expression.is_number or becomes_number(expression):
+        return int(size)
     env = node.shape_env
     if _current[0]() is not env:
         _current[0] = ref(env)
@@ -66,7 +70,8 @@ def symbolic_size(size: Any) -> Any:
     key = (id(env), expression)
     known = _interned.get(key)
     if known is None:
-        known = _interned.setdefault(key, SymbolicSize(node, key))
+        own = SizeNode(expression, env, int, node._hint, None, node.fx_node)
+        known = _interned.setdefault(key, SymbolicSize(own, key))
     return known
 
 
@@ -131,55 +136,3 @@ def untraced() -> AbstractContextManager[Any]:
     ...     pass
     """
     return nullcontext() if get_proxy_mode() is None else disable_proxy_modes_tracing()
-
-
-class _FirstKept(dict[Any, Any]):
-    """A dict in which the first value of a key stays."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.setdefault(key, value)
-
-
-def find_symbols_in_graphs() -> None:
-    """Have the tracer of a graph express any size by the inputs of the graph.
-
-    Sizes that were calculated outside of a graph are decomposed where they are used in it. Of that,
-
-    - a symbol is to be found in the input that has it. The tracer remembers the last node whose value is the symbol; if that is
-      one like `sym_max(s0, 1)`, it would look for the argument of the node in the node itself, without end.
-    - a product of three sizes is two nodes. The tracer makes it one with three arguments, of which code for `a * b` drops one.
-    - powers, which it does not know, are products, too.
-    """
-    module: Any = proxy_tensor
-    if not hasattr(module, "_build_proxy_for_sym_expr"):
-        return
-    init, build = module._init_proxy_trackers, module._build_proxy_for_sym_expr
-
-    def init_trackers(tracer: Any) -> None:
-        init(tracer)
-        tracer.sympy_expr_tracker = _FirstKept()
-
-    def build_proxy(tracer: Any, expression: Any, out: Any = None) -> Any:
-        factors = _factors(expression)
-        if len(factors) < 2 or (len(factors) == 2 and not expression.is_Pow):
-            return build(tracer, expression, out)
-        *rest, last = factors
-        product = expression.func(*rest) if not expression.is_Pow else expression / last
-        a, b = build_proxy(tracer, product), build_proxy(tracer, last)
-        if a is None or b is None:
-            return None
-        if out is None:
-            return a * b
-        module._sym_register(tracer, operator.mul, (a, b), out)
-        return out
-
-    module._init_proxy_trackers, module._build_proxy_for_sym_expr = init_trackers, build_proxy
-
-
-def _factors(expression: Any) -> tuple[Any, ...]:
-    """The factors of a product or of a power with a small exponent; else the expression alone."""
-    if getattr(expression, "is_Mul", False):
-        return tuple(expression.args)
-    if getattr(expression, "is_Pow", False) and expression.exp.is_Integer and 1 < expression.exp < 9:
-        return (expression.base,) * int(expression.exp)
-    return (expression,)
