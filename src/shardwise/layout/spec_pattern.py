@@ -15,7 +15,7 @@ from shardwise.layout.spec import Spec, dtype_text
 from shardwise.layout.text import layout_text
 from shardwise.layout.unit_axes import UnitPlacements
 
-__all__ = ["SpecPattern", "open_dim", "pattern_of", "restore_pattern"]
+__all__ = ["SpecPattern", "open_dim", "open_dims", "pattern_of", "restore_pattern"]
 
 _MAX_SPECS = 256  # kept for each pattern
 
@@ -107,17 +107,23 @@ def open_dim(size: int, axes: tuple[int, ...], inner: Sequence[Factor]) -> Dim:
     return (Factor(size // math.prod(f.size for f in inner), axes), *inner)
 
 
+def open_dims(layout: Layout) -> tuple[DimPattern, ...]:
+    """How axes split the dims of a layout, whatever their sizes are."""
+    out = []
+    for dim in layout.dims:
+        outer, *inner = dim or (Factor(1),)
+        out.append((outer.axes, tuple(Factor(int(f.size), f.axes) for f in inner)))
+    return tuple(out)
+
+
 def pattern_of(spec: Spec) -> SpecPattern:
     """The pattern of a spec. Symbolic sizes of inner factors become numbers, on which the compiled program then depends."""
     known: SpecPattern | None = getattr(spec, "pattern", None)
     if known is not None:
         return known
-    dims = []
-    for dim in spec.layout.dims:
-        outer, *inner = dim or (Factor(1),)
-        dims.append((outer.axes, tuple(Factor(int(f.size), f.axes) for f in inner)))
     layout, is_dense = spec.layout, spec.stride is not None
-    new = SpecPattern(spec.mesh, layout.axes, tuple(dims), layout.partial, spec.dtype, spec.units, is_dense)
+    dims = open_dims(layout)
+    new = SpecPattern(spec.mesh, layout.axes, dims, layout.partial, spec.dtype, spec.units, is_dense)
     spec._set(pattern=new)
     return new
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.call.schema import op_info
-from shardwise.comm import Coord, PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
+from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
 from shardwise.comm.recording import recorders
-from shardwise.layout import Axes, Factor, Layout, Spec, owned, pattern_of
-from shardwise.layout.spec_pattern import open_dim
+from shardwise.layout import Axes, Factor, Layout, owned
+from shardwise.layout.spec_pattern import open_dim, open_dims
 from shardwise.ops.traced_draws import define_numbers, traced_numbers
 from shardwise.random import (
     BlockIndices,
@@ -45,6 +46,7 @@ __all__ = [
     "fill",
     "fill_block",
     "is_off_mesh",
+    "traced_draw",
     "value_of",
 ]
 
@@ -79,11 +81,15 @@ def describe_draw(numbers: Numbers, shape: Sequence[int], cells: Sequence[Sequen
     return json.dumps({"op": numbers.op, "given": numbers.given, "shape": [*shape], "cells": dims})
 
 
-def _describe_symbolic_draw(numbers: Numbers, spec: Spec, coord: Coord) -> str:
-    """The same where the shape is known only when the program runs: how axes split it, and where the block is."""
-    pattern = pattern_of(spec)
-    said = {"op": numbers.op, "given": numbers.given, "axes": pattern.axes.sizes, "dims": pattern.dims}
-    return json.dumps(said | {"coord": coord})
+def traced_draw(mesh: DeviceMesh, numbers: Numbers, layout: Layout, block: Tensor, *read: Tensor) -> Tensor:
+    """The numbers of one draw for the block of this rank, as ops of the graph that is being traced."""
+    coord = coord_of(mesh) or ()
+    if not layout.is_symbolic:
+        return traced_numbers(mesh, describe_draw(numbers, layout.shape, owned(layout, coord)), block, read)
+    # the shape is known when the program runs: the text says how axes split it, and where the block is
+    said = {"op": numbers.op, "given": numbers.given, "axes": layout.axes.sizes, "coord": coord}
+    text = json.dumps(said | {"dims": open_dims(layout)})
+    return traced_numbers(mesh, text, block, read, layout.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -168,17 +174,10 @@ def _trace(func: Any, x: DTensor, generate: Generate, generator: Any, others: Se
     """Have a compiler trace the draw: a position in the stream must not become a constant of the graph."""
     if generator is not None or not isinstance(generate, Numbers):
         raise needs_concrete_values(func)
-    if (coord := coord_of(x.device_mesh)) is not None:
+    if coord_of(x.device_mesh) is not None:
         read = [_matching_block(func, t, x) for t in others]
-        spec, mesh, block = x._spec, x.device_mesh, x._local_tensor
-        if spec.is_symbolic:
-            drawn = traced_numbers(
-                mesh, _describe_symbolic_draw(generate, spec, coord), block, read, spec.shape
-            )
-        else:
-            text = describe_draw(generate, x.shape, owned(spec.layout, coord))
-            drawn = traced_numbers(mesh, text, block, read)
-        block.copy_(drawn)
+        block = x._local_tensor
+        block.copy_(traced_draw(x.device_mesh, generate, x._spec.layout, block, *read))
     return x
 
 

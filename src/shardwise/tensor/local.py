@@ -213,11 +213,10 @@ def _layout(
     if run_check and mesh.size() > 1:
         shape = checked_shape(local, mesh, placements, shape)
     if shape is None:
-        first = first_rank(local)
-        block = first.shape
+        here = first_rank(local).shape
         # only the axes of this layout count; of symbols, those of a size that can be split
-        some = [n * axes.count for n in block] if are_symbolic(block) else block
-        shape = global_shape(Layout.of(some, axes, placements), block)
+        some = [n * axes.count for n in here] if are_symbolic(here) else here
+        shape = global_shape(Layout.of(some, axes, placements), here)
     layout = Layout.of(shape, axes, placements)
     if isinstance(local, PerRank):
         blocks = local._blocks

@@ -103,7 +103,8 @@ def call_in_graph(function: _F, *, changes_state: bool = False) -> _F:
 def call_while_tracing(function: _F) -> _F:
     """Have `torch.compile` call a function itself, once, while it traces; its result is a constant of the graph.
 
-    For functions without tensors that answer a question, or prepare something that outlives the call.
+    For functions that answer a question, or prepare something that outlives the call. Of tensors they may read what is known
+    without their values, such as the layout; symbolic numbers among the arguments become values.
 
     >>> call_while_tracing(len)([1, 2])
     2
@@ -294,11 +295,9 @@ def _handle_constant(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """What dynamo does at a call of a function that is called while tracing."""
     call, tensors = _call_of(variable.value, args, kwargs, _value_of)
     _watch_state(tx)
-    if tensors:
-        raise TypeError(
-            f"{call.function.__qualname__} is called while tracing, and got a tensor without values"
-        )
-    result = call.function(*call.args, **call.kwargs)
+    known = tuple(t.as_proxy().node.meta["example_value"] for t in tensors)
+    filled, named = _fill((call.args, call.kwargs), known)
+    result = call.function(*filled, **named)
     return torch._dynamo.variables.builder.SourcelessBuilder.create(tx, result)
 
 

@@ -38,7 +38,7 @@ class SymbolicSize(torch.SymInt):
     """A symbolic size that can be hashed. There is one object for each expression of a compilation."""
 
     def __init__(self, node: Any, key: Any) -> None:
-        super().__init__(node)
+        super().__init__(node)  # type: ignore[no-untyped-call]
         self._hash = hash(key)
 
     def __hash__(self) -> int:
