@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.execute import execute, wrap
+from shardwise.call.meta import MASKED
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.call.route import Run
@@ -58,7 +59,7 @@ def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
 
 
 def _direct_run(call: OpCall, resolution: Resolution) -> Run | None:
-    if any(resolution.moves) or resolution.simulated or resolution.replicated:
+    if any(resolution.moves) or resolution.simulated or resolution.replicated or call.func in MASKED:
         return None
     func, args, kwargs, info = call.func, call.args, call.kwargs, call.info
     positions = tuple(i for i, a in enumerate(args) if isinstance(a, DTensor))

@@ -101,6 +101,11 @@ class GroupedPlan:
         """The number of collectives."""
         return sum(step.is_collective for step in self.steps)
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether some size is a symbol."""
+        return any(item.source.is_symbolic for item in self.items)
+
     @cached_property
     def last_collective(self) -> int | None:
         """The index of the last step that is a collective."""
@@ -159,9 +164,16 @@ def plan_redistribute_many(items: Iterable[Item]) -> GroupedPlan:
     key = (GroupedPlan, listed)
     plan = decisions.plans.get(key)
     if plan is None:
-        if len(decisions.plans) >= _MAX_PLANS:
-            decisions.plans.pop(next(iter(decisions.plans)), None)
-        plan = decisions.plans.setdefault(key, _plan(listed))
+        plans = decisions.plans
+        if any(i.source.is_symbolic or i.target.is_symbolic for i in listed):
+            plans = decisions.symbolic_plans
+            listed = tuple(
+                i._replace(source=i.source.refreshed(), target=i.target.refreshed()) for i in listed
+            )
+            key = (GroupedPlan, listed)
+        if len(plans) >= _MAX_PLANS:
+            plans.pop(next(iter(plans)), None)
+        plan = plans.get(key) or plans.setdefault(key, _plan(listed))
     return plan  # type: ignore[no-any-return]
 
 

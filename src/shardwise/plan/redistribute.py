@@ -55,6 +55,7 @@ def plan_redistribute(
         plans = decisions.plans
         if source.is_symbolic or target.is_symbolic:
             plans, source, target = decisions.symbolic_plans, source.refreshed(), target.refreshed()
+            key = (source, target, itemsize)
         if len(plans) >= _MAX_PLANS:
             plans.pop(next(iter(plans)), None)
         plan = plans.get(key) or plans.setdefault(key, _search(source, target, itemsize, decisions.model))

@@ -60,19 +60,22 @@ def symbolic_size(size: Any) -> Any:
     if not isinstance(size, torch.SymInt):
         return size
     node = size.node
+    known = node.maybe_as_int()
+    if known is not None:
+        return known
     expression = node.expr
-    if expression.is_number or becomes_number(expression):
+    if becomes_number(expression):
         return int(size)
     env = node.shape_env
     if _current[0]() is not env:
         _current[0] = ref(env)
         forget_symbols()
     key = (id(env), expression)
-    known = _interned.get(key)
-    if known is None:
+    found = _interned.get(key)
+    if found is None:
         own = SizeNode(expression, env, int, node._hint, None, node.fx_node)
-        known = _interned.setdefault(key, SymbolicSize(own, key))
-    return known
+        found = _interned.setdefault(key, SymbolicSize(own, key))
+    return found
 
 
 def is_symbolic_number(x: object) -> bool:

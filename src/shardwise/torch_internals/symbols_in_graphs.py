@@ -5,11 +5,15 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch.fx.experimental import proxy_tensor
 
 from shardwise.torch_internals.symbolic_sizes import SizeNode
 
 __all__ = ["find_symbols_in_graphs"]
+
+
+_INPUTS = "_shardwise_inputs"
 
 
 class _FirstKept(dict[Any, Any]):
@@ -27,7 +31,7 @@ def find_symbols_in_graphs() -> None:
     - a symbol is to be found in the input that has it. The tracer remembers the last node whose value is the symbol; if that is
       one like `sym_max(s0, 1)`, it would look for the argument of the node in the node itself, without end.
     - a product of three sizes is two nodes. The tracer makes it one with three arguments, of which code for `a * b` drops one.
-      Powers, which it does not know, are products, too.
+      Powers, which it does not know, are products, too; and inductor knows the larger of two sizes, but not of three.
     - what is not a symbol is to be calculated, and not read from a gradient that happens to have this size: the forward pass has
       no gradients.
     """
@@ -48,6 +52,8 @@ def find_symbols_in_graphs() -> None:
     def track_size(self: Any, size: Any, proxy: Any) -> None:
         if type(size.node) is not SizeNode or size.node.expr.is_Symbol:
             track(self, size, proxy)
+        else:
+            self.__dict__.setdefault(_INPUTS, _FirstKept())[size.node.expr] = proxy
 
     def register(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
         if isinstance(out, module.py_sym_types):
@@ -56,27 +62,40 @@ def find_symbols_in_graphs() -> None:
             module.set_proxy_slot(out, tracer, thunk)
 
     def build_proxy(tracer: Any, expression: Any, out: Any = None) -> Any:
-        factors = _factors(expression)
-        if len(factors) < 2 or (len(factors) == 2 and not expression.is_Pow):
+        result = calculate(tracer, expression, out)
+        if result is None and out is not None:  # a graph that has a tensor of this size, but not its symbols
+            proxy = tracer.symnode_tracker.__dict__.get(_INPUTS, {}).get(expression)
+            if proxy is not None:
+                tracer.symnode_tracker.sym_node_dict[out.node] = proxy
+                return out
+        return result
+
+    def calculate(tracer: Any, expression: Any, out: Any) -> Any:
+        parts = _halves(expression)
+        if parts is None:
             return build(tracer, expression, out)
-        *rest, last = factors
-        product = expression / last if expression.is_Pow else expression.func(*rest)
-        a, b = build_proxy(tracer, product), build_proxy(tracer, last)
+        op, *args = parts
+        a, b = (build_proxy(tracer, arg) for arg in args)
         if a is None or b is None:
             return None
         if out is None:
-            return a * b
-        register(tracer, operator.mul, (a, b), out)
+            return op(a, b)
+        register(tracer, op, (a, b), out)
         return out
 
     module._init_proxy_trackers, module._build_proxy_for_sym_expr = init_trackers, build_proxy
     sizes.__setitem__, module._sym_register = track_size, register
 
 
-def _factors(expression: Any) -> tuple[Any, ...]:
-    """The factors of a product or of a power with a small exponent; else the expression alone."""
-    if getattr(expression, "is_Mul", False):
-        return tuple(expression.args)
+_BINARY = {"Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
+
+
+def _halves(expression: Any) -> tuple[Any, Any, Any] | None:
+    """An op of two arguments and its arguments, for an expression that the tracer does not take apart in this way."""
     if getattr(expression, "is_Pow", False) and expression.exp.is_Integer and 1 < expression.exp < 9:
-        return (expression.base,) * int(expression.exp)
-    return (expression,)
+        return operator.mul, expression / expression.base, expression.base
+    kind = type(expression).__name__
+    if kind not in _BINARY:
+        return None
+    *rest, last = expression.args
+    return _BINARY[kind], rest[0] if len(rest) == 1 else expression.func(*rest), last
