@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 
-@pytest.mark.parametrize("part, least", [("rules", 580), ("forward", 64), ("backward", 64)])
+@pytest.mark.parametrize(("part", "least"), [("rules", 580), ("forward", 64), ("backward", 64)])
 def test_programs_run_on_devices_that_are_not_there(part, least):
     if part != "backward" and COMPILER is None:
         pytest.skip("a device guard is compiled")

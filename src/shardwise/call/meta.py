@@ -17,6 +17,7 @@ from shardwise.call.cpu_strides import CPU_KERNELS
 from shardwise.call.memory_formats import convolution
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.symbolic_sizes import untraced
 
 __all__ = [
     "MASKED",
@@ -90,7 +91,8 @@ def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], war
     if func in CPU_KERNELS and _device_type(args[0]) == "cpu":
         kernel = CPU_KERNELS[func]
     try:
-        result = kernel(*on_meta(args), **on_meta(kwargs))
+        with untraced():  # a graph that is being recorded has no use for it
+            result = kernel(*on_meta(args), **on_meta(kwargs))
     except REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
         if warn:
             _warn_unused(func, error)

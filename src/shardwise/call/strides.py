@@ -11,6 +11,7 @@ gives them on one device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import eq
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +53,8 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 def in_order(block: Tensor, order: tuple[int, ...]) -> Tensor:
     """A block whose dims are in memory in this order and without gaps: itself, or a copy."""
+    if all(map(eq, order, range(len(order)))):
+        return block.contiguous()
     moved = block.permute(order)
     if moved.is_contiguous():
         return block

@@ -151,8 +151,8 @@ def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, dict[A
 
 
 def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:
-    # meta kernels and dry runs on the way to a route are not part of a program that is being captured
-    with cacheable() as is_final, recorders[-1].pause() if recorders else nullcontext():
+    # meta kernels and dry runs on the way to a route are not part of a program that is being captured or traced
+    with cacheable() as is_final, untraced(), recorders[-1].pause() if recorders else nullcontext():
         route, run = decide(OpCall(entry.func, args, kwargs), find_route)
     if not is_final():
         return route, run

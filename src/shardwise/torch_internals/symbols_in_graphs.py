@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental import proxy_tensor
 
-from shardwise.torch_internals.symbolic_sizes import SizeNode
+from shardwise.torch_internals.symbolic_sizes import SizeNode, symbolic_size
 
 __all__ = ["find_symbols_in_graphs"]
 
@@ -55,9 +55,15 @@ def find_symbols_in_graphs() -> None:
         else:
             self.__dict__.setdefault(_INPUTS, _FirstKept())[size.node.expr] = proxy
 
+    def compute(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> Any:
+        # some may have become numbers in the meantime
+        if len(args) == 1 and isinstance(args[0], list | tuple):
+            args = (tuple(map(symbolic_size, args[0])),)
+        return module._compute_proxy(tracer, func, tuple(map(symbolic_size, args)), out)
+
     def register(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
         if isinstance(out, module.py_sym_types):
-            thunk = module.thunkify(tracer, module._compute_proxy, tracer, func=func, args=args, out=out)
+            thunk = module.thunkify(tracer, compute, tracer, func=func, args=args, out=out)
             tracer.symnode_tracker.sym_node_dict.setdefault(out.node, thunk)
             module.set_proxy_slot(out, tracer, thunk)
 
