@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 import shardwise as sw
-from shardwise import LayoutError, Partial, Replicate, Shard, _utils
+from shardwise import DTensor, LayoutError, Partial, Replicate, Shard, _utils
 from shardwise._collective_utils import fill_empty_tensor_to_shards, redistribute_cost
+from shardwise._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from shardwise._ops import _view_ops as views
+from shardwise._redistribute import redistribute_local_tensor
 from shardwise._sharding_prop import ShardingPropagator
 
 
@@ -59,6 +67,19 @@ def test_the_full_shape_of_blocks_of_any_length(workers):
         assert all(part in text for part, text in zip(parts, words, strict=True))
 
 
+def test_blocks_of_split_factors_that_no_layout_has():
+    where = _utils._compute_local_shape_and_global_offset
+    twice = [Shard(0), sw._StridedShard(0, split_factor=2)]
+    # 11 rows over 3: 4, 4, 3; then each in two halves, of which each rank has a part
+    found = {c: where((11, 2), (3, 2), c, twice) for c in itertools.product(range(3), range(2))}
+    assert found[0, 0] == ((2, 2), (0, 0))
+    assert found[0, 1] == ((2, 2), (1, 0))
+    assert found[2, 1] == ((1, 2), (9, 0))
+    assert sum(shape[0] for shape, _ in found.values()) == 11
+    with pytest.raises(LayoutError):
+        where((11, 2), (3, 2), (0, 0), [Shard(0), Shard(5)])
+
+
 def test_arguments_are_read_in_torchs_forms(line):
     x = sw.distribute_tensor(torch.ones(4), line, [Shard(0)])
     assert _utils.try_find_mesh_from_args("cat", ([2, x], 0)) is line
@@ -84,6 +105,117 @@ def test_costs_order_redistributions(line):
     assert 0 < redistribute_cost(split, full) < redistribute_cost(pending, full)
     other = sw.init_device_mesh("cpu", (2, 2))
     assert redistribute_cost(split, sw.distribute_tensor(whole, other, [Shard(0)] * 2)._spec) == math.inf
+
+
+def test_a_copy_of_a_spec_can_be_changed_and_be_the_spec_of_a_tensor(line):
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    x = sw.distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Shard(0)])
+    spec = copy.deepcopy(x._spec)
+    assert isinstance(spec, DTensorSpec)
+    assert spec == x._spec == spec
+    assert hash(spec) == hash(x._spec)
+    spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
+    assert spec != x._spec
+    assert x._spec.shard_order == (ShardOrderEntry(0, (0, 1)),)
+    block = redistribute_local_tensor(x.to_local(), x._spec, spec)
+    assert [b.tolist() for b in block.ranks] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    y = sw.zeros(8, device_mesh=mesh, placements=[Shard(0), Shard(0)])
+    y._local_tensor, y._spec = block, spec
+    for z in (y, DTensor(block, spec)):
+        assert torch.equal((z * 2).full_tensor().ranks[3], torch.arange(8.0) * 2)
+        assert (z + x).sharding is spec.layout
+    spec.placements = (Replicate(), Shard(0))
+    assert spec.shard_order == (ShardOrderEntry(0, (1,)),)
+    assert copy.copy(spec) == spec
+    assert copy.copy(spec) is not spec
+
+
+def test_a_spec_itself_says_how_to_change_a_copy(line):
+    spec = sw.zeros(8, device_mesh=line, placements=[Shard(0)])._spec
+    spec.use_strided_shard_as_shard_order = False  # one of two ways of writing an order, of which we have one
+    with pytest.raises(AttributeError, match=r"(?s)shared by all tensors.*copy\.copy"):
+        spec.shard_order = ()
+    with pytest.raises(AttributeError, match="dtype"):
+        copy.copy(spec).dtype = torch.float64
+    assert copy.deepcopy([spec])[0] is spec
+
+
+def test_orders_of_axes_are_written_by_split_factors_and_read_back(line):
+    sizes = (2, 3, 4)
+    with_order = {}
+    for order in itertools.permutations(range(3)):
+        entry = (ShardOrderEntry(1, order),)
+        mesh = _Sizes(sizes)
+        placements = DTensorSpec._convert_shard_order_to_StridedShard(entry, [Shard(1)] * 3, mesh)
+        assert DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh) == entry
+        assert DTensorSpec.is_default_device_order(entry) == (order == (0, 1, 2))
+        with_order[placements] = order
+    assert len(with_order) == 6
+    odd = (sw._StridedShard(0, split_factor=5), Shard(0), Replicate())
+    assert DTensorSpec._maybe_convert_StridedShard_to_shard_order(odd, _Sizes(sizes)) is None
+
+
+class _Sizes:
+    """A mesh of which only the sizes of the axes are read."""
+
+    def __init__(self, sizes):
+        self._sizes = sizes
+
+    def size(self, axis):
+        return self._sizes[axis]
+
+
+def test_a_spec_from_the_axis_of_each_dim(line):
+    meta = TensorMeta(torch.Size([4, 8]), (8, 1), torch.float32)
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    spec = DTensorSpec.from_dim_map(mesh, [-1, 0], [1], meta)
+    assert spec.placements == (Shard(1), Partial())
+    assert spec.dim_map == [-1, 0]
+    with pytest.raises(RuntimeError, match="axis 1"):
+        DTensorSpec.from_dim_map(mesh, [1, -1], [1], meta)
+
+
+def test_the_product_has_two_names(line):
+    x = DTensor.from_local(torch.full((2,), 3.0), line, [Partial("prod")])
+    assert x.placements == (Partial("product"),)
+    assert x.placements[0].is_partial("prod")
+    assert x.full_tensor().ranks[0].tolist() == [81.0, 81.0]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), sw._StridedShard(0, split_factor=2)])
+def test_a_placement_gathers_along_its_axis(line, placement):
+    full = torch.arange(12.0).view(6, 2)
+    blocks, _ = placement._split_tensor(full, 4, with_padding=False)
+    local = sw.per_rank(lambda rank: blocks[rank])
+    assert all(
+        torch.equal(b, full) for b in placement._to_replicate_tensor(local, line, 0, list(full.shape)).ranks
+    )
+
+
+def test_ranks_may_be_threads():
+    store, found = dist.HashStore(), {}
+
+    def run(rank):
+        dist.init_process_group("threaded", rank=rank, world_size=3, store=store)
+        mesh = sw.init_device_mesh("cpu", (3,))
+        x = sw.distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]).requires_grad_()
+        (x.flip(0) * x).sum().backward()
+        found[rank] = x.grad.full_tensor()
+        dist.destroy_process_group()
+
+    _install_threaded_pg()
+    _set_thread_isolation_mode(True)
+    try:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    finally:
+        _set_thread_isolation_mode(False)
+        _uninstall_threaded_pg()
+    assert sorted(found) == [0, 1, 2]
+    assert all(torch.equal(g, 2 * torch.arange(6.0, -1, -1)) for g in found.values())
 
 
 def test_names_of_torchs_design_are_imported_and_refuse_to_be_used():

@@ -17,8 +17,10 @@ from shardwise.api.factories import arange, empty, eye, full, linspace, logspace
 from shardwise.api.geometry import compute_local_shape_and_global_offset
 from shardwise.api.random_factories import rand, randint, randn, randperm
 from shardwise.api.register_sharding import register_sharding
+from shardwise.checkpoint.load_sharded import load_sharded
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.comm.measure import measure_costs as _measure_costs
+from shardwise.debug.describe import describe
 from shardwise.debug.divergence import DivergenceError
 from shardwise.debug.sanitize import sanitize
 from shardwise.dispatch import dispatch as _dispatch
@@ -29,9 +31,7 @@ from shardwise.layout import Layout, LayoutError, Partial, Placement, Replicate,
 from shardwise.layout import StridedShard as _StridedShard  # noqa: F401
 from shardwise.ops import install_patches as _install_patches
 from shardwise.ops import one_device
-from shardwise.parallel.describe import describe
 from shardwise.parallel.distribute_module import distribute_module
-from shardwise.parallel.load_sharded import load_sharded
 from shardwise.parallel.materialize import materialize
 from shardwise.plan import CostModel, GroupedPlan, Plan, costs, plan_redistribute
 from shardwise.rules import RuleError

@@ -86,12 +86,11 @@ def fill_empty_tensor_to_shards(shards: list[Tensor], shard_dim: int, num_empty_
 
 
 def redistribute_cost(current_spec: Spec, target_spec: Spec) -> float:
-    """The seconds that a redistribution takes by the current cost model; infinite between two meshes."""
+    """The microseconds that a redistribution takes by the current cost model; infinite between two meshes."""
     if current_spec.mesh != target_spec.mesh:
         return math.inf
-    return current_costs().total(
-        [plan_redistribute(current_spec.layout, target_spec.layout, current_spec.dtype.itemsize)]
-    )
+    plan = plan_redistribute(current_spec.layout, target_spec.layout, current_spec.dtype.itemsize)
+    return 1e6 * current_costs().total([plan])
 
 
 def spec_to_bytes(spec: Spec) -> int:
@@ -101,7 +100,9 @@ def spec_to_bytes(spec: Spec) -> int:
 
 __getattr__ = absent(
     "_collective_utils",
-    "MeshTopoInfo allgather_cost allreduce_cost check_tensor_meta one_step_redistribute_cost reduce_scatter_cost",
+    "allgather_cost allreduce_cost check_tensor_meta _compute_placement_transition_cost "
+    "_mesh_get_process_group_fake _mesh_get_process_group_impl MeshTopoInfo "
+    "one_step_redistribute_cost reduce_scatter_cost _shard_dim_alltoall_meta",
     why="Costs come from the current cost model, which a program sets or measures.",
     fix="with shardwise.costs(shardwise.CostModel.measure(mesh)): ...",
 )

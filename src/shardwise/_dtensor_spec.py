@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import Placement, ShardOrderEntry, Spec, TensorMeta
+from shardwise.layout import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardOrderEntry,
+    Spec,
+    SpecDraft,
+    StridedShard,
+    TensorMeta,
+)
 from shardwise.tensor.placed_spec import placed_spec
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta"]
@@ -20,7 +31,7 @@ class _SpecType(type):
     """`isinstance(x._spec, DTensorSpec)` is true of every spec."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Spec)
+        return isinstance(instance, Spec | SpecDraft)
 
 
 class DTensorSpec(metaclass=_SpecType):
@@ -72,3 +83,71 @@ class DTensorSpec(metaclass=_SpecType):
             for i, axis in enumerate(entry.mesh_dims)
         }
         return "".join(f"{p}{positions.get(axis, '')}" for axis, p in enumerate(placements))
+
+    @staticmethod
+    def compute_default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
+        """The axes that split each dim, in the order of the mesh.
+
+        >>> import shardwise as sw
+        >>> DTensorSpec.compute_default_shard_order((sw.Shard(1), sw.Shard(0), sw.Shard(1)))
+        (ShardOrderEntry(tensor_dim=0, mesh_dims=(1,)), ShardOrderEntry(tensor_dim=1, mesh_dims=(0, 2)))
+        """
+        axes: dict[int, list[int]] = {}
+        for axis, p in enumerate(placements):
+            if isinstance(p, Shard):
+                axes.setdefault(p.dim, []).append(axis)
+        return tuple(ShardOrderEntry(dim, tuple(axes[dim])) for dim in sorted(axes))
+
+    @staticmethod
+    def is_default_device_order(shard_order: Sequence[ShardOrderEntry]) -> bool:
+        """Whether the axes that split each dim are in the order of the mesh."""
+        return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in shard_order)
+
+    @staticmethod
+    def from_dim_map(
+        mesh: DeviceMesh, dim_map: Sequence[int], sums: Sequence[int], tensor_meta: TensorMeta | None = None
+    ) -> Any:
+        """The spec of a tensor, given for each dim the axis that splits it or -1, and the axes with a pending sum."""
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        for axis in sums:
+            placements[axis] = Partial()
+        for dim, axis in enumerate(dim_map):
+            if axis < 0:
+                continue
+            if not isinstance(placements[axis], Replicate):
+                raise RuntimeError(
+                    f"DTensorSpec.from_dim_map got axis {axis} for dim {dim} and for another use.\n"
+                    f"  why: It has {placements[axis]} already, and an axis has one placement.\n"
+                    "  fix: Name each axis once, in dim_map or in sums."
+                )
+            placements[axis] = Shard(dim)
+        return placed_spec(mesh, placements, tensor_meta)
+
+    @staticmethod
+    def _convert_shard_order_to_StridedShard(  # noqa: N802
+        shard_order: Sequence[ShardOrderEntry], placements: Sequence[Placement], mesh: DeviceMesh
+    ) -> tuple[Placement, ...]:
+        """The placements that say the same order: an axis inside of later ones counts their blocks."""
+        out = list(placements)
+        for dim, axes in shard_order:
+            for i, axis in enumerate(axes):
+                blocks = math.prod(mesh.size(other) for other in axes[:i] if other > axis)
+                out[axis] = Shard(dim) if blocks == 1 else StridedShard(dim, split_factor=blocks)
+        return tuple(out)
+
+    @staticmethod
+    def _maybe_convert_StridedShard_to_shard_order(  # noqa: N802
+        placements: Sequence[Placement], mesh: DeviceMesh
+    ) -> ShardOrder | None:
+        """The order that the placements say, or None if a split factor is not the number of blocks of later axes."""
+        axes: dict[int, list[int]] = {}
+        for axis in reversed(range(len(placements))):
+            p = placements[axis]
+            if not isinstance(p, Shard | StridedShard):
+                continue
+            later, blocks = axes.setdefault(p.dim, []), 1 if isinstance(p, Shard) else p.split_factor
+            counts = [math.prod(mesh.size(a) for a in later[:i]) for i in range(len(later) + 1)]
+            if blocks not in counts:
+                return None
+            later.insert(counts.index(blocks), axis)
+        return tuple(ShardOrderEntry(dim, tuple(axes[dim])) for dim in sorted(axes))

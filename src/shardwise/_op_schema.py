@@ -6,8 +6,9 @@ __all__: list[str] = []
 
 __getattr__ = absent(
     "_op_schema",
-    "OpInfo OpSchema OpSpec OpStrategy OutputSharding PlacementStrategy RuntimeSchemaInfo StrategyType "
-    "TupleStrategy ArgsType KwargsType OutputSpecType",
+    "ArgsType KwargsType OpInfo OpSchema OpSpec OpStrategy OutputSharding OutputSpecType "
+    "PlacementList PlacementStrategy _pretty_print_spec _rebuild_tensor_from_dtensor_meta "
+    "RuntimeSchemaInfo StrategyType TupleStrategy",
     why="Rules in `shardwise.rules` say which layouts an op allows; they are not built from strategies.",
     fix="shardwise.register_sharding(op) adds a rule.",
 )

@@ -18,7 +18,8 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
 
 __getattr__ = absent(
     "_random",
-    "OffsetBasedRNGTracker _PhiloxState _RNGStateTracker",
+    "_calc_first_shard_size _calc_shard_info _calc_shard_linear_idx OffsetBasedRNGTracker "
+    "_PhiloxState _resolve_device _RNGStateTracker",
     why="Random ops do not use the state of the device generator, so there is nothing to track.",
     fix="shardwise.manual_seed(seed), shardwise.get_rng_state() and set_rng_state(state)",
 )

@@ -73,8 +73,12 @@ def redistribute_local_tensor(
 
 __getattr__ = absent(
     "_redistribute",
-    "DTensorRedistributePlanner NestedRedistribute _FlattenedTransformInfo _TransformInfo _gen_transform_infos "
-    "_gen_transform_infos_non_cached _optimize_transform_infos get_redistribute_planner",
+    "_BackwardDtypeConfig DTensorRedistributePlanner "
+    "_DtypeConfig _FlattenedTransformInfo _gen_transform_infos "
+    "_gen_transform_infos_non_cached _get_flattened_mesh_by_layout _get_flattened_mesh_by_layout_impl "
+    "get_redistribute_planner NestedRedistribute _optimize_transform_infos "
+    "_redistribute_backward _redistribute_cost_sort_key _TransformInfo "
+    "_update_shard_order_and_placements _warn_flatten_optimization_not_possible",
     why="A redistribution is a search over layouts whose result is a `Plan`, not a list of changes of placements.",
     fix="shardwise.plan_redistribute(before, after) returns the plan, which can be printed and costed.",
 )

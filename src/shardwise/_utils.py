@@ -18,7 +18,9 @@ from shardwise.layout import (
     LayoutError,
     Placement,
     Replicate,
+    Shard,
     Spec,
+    StridedShard,
     block_offset,
     block_shape,
     global_shape,
@@ -48,7 +50,7 @@ def ExplicitRedistributionContext(  # noqa: N802
 
     Args:
         enable: False allows it, for a block inside another one.
-        strict: accepted; moves without communication, such as taking a slice, are never refused.
+        strict: also refuse moves without communication, such as taking a slice; it does not warn of them.
         mode: "raise", or "warn" for a warning.
     """
     if mode not in ("raise", "warn"):
@@ -59,7 +61,9 @@ def ExplicitRedistributionContext(  # noqa: N802
         )
     if not enable:
         return policy(implicit="allow")
-    return policy(implicit="error" if mode == "raise" else "warn")
+    if mode == "warn":
+        return policy(implicit="warn")
+    return policy(implicit="strict" if strict else "error")
 
 
 def _compute_local_shape_and_global_offset(
@@ -69,11 +73,35 @@ def _compute_local_shape_and_global_offset(
     placements: Sequence[Placement],
     skip_offset: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`compute_local_shape_and_global_offset` of any coord of a mesh of any shape."""
+    """`compute_local_shape_and_global_offset` of any coord of a mesh of any shape.
+
+    Split factors that no layout has are read as torch reads them: an axis splits what the axes before it have left.
+    """
     if my_coordinate is None:
         return (0,), ()
-    layout = Layout.of(tuple(global_shape), Axes(tuple(mesh_shape)), placements)
+    try:
+        layout = Layout.of(tuple(global_shape), Axes(tuple(mesh_shape)), placements)
+    except LayoutError:
+        if not any(isinstance(p, StridedShard) for p in placements):
+            raise
+        shape, offset = _split_in_turn(global_shape, mesh_shape, my_coordinate, placements)
+        return shape, () if skip_offset else offset
     return block_shape(layout, my_coordinate), () if skip_offset else block_offset(layout, my_coordinate)
+
+
+def _split_in_turn(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coord: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    owned = [torch.arange(n) for n in global_shape]
+    for p, size, i in zip(placements, mesh_shape, coord, strict=True):
+        if isinstance(p, Shard | StridedShard):
+            along = Shard(0) if isinstance(p, Shard) else StridedShard(0, split_factor=p.split_factor)
+            owned[p.dim] = along._split_tensor(owned[p.dim], size, with_padding=False)[0][i]
+    begins = (int(o[0]) if len(o) else n for o, n in zip(owned, global_shape, strict=True))
+    return tuple(len(o) for o in owned), tuple(begins)
 
 
 def compute_global_tensor_info(

@@ -90,3 +90,24 @@ def test_a_gradient_in_another_layout_than_the_result():
 def test_gradients_along_large_rows_are_not_gathered():
     for fn in (CASES["softmax"], CASES["log_softmax"], CASES["layer_norm"]):
         assert compare(fn, [randn(2, 40_000)], ["1"]).bytes < 1000
+
+
+@pytest.mark.parametrize(
+    ("order", "reduce_op"), [(0, "sum"), (1, "sum"), (math.inf, "max"), (-math.inf, "min")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_that_are_sums_or_extrema_stay_pending(order, reduce_op, dtype):
+    whole = randn(6, 3).to(dtype)
+    whole[1, 2] = 0
+    with sw.simulate(3):
+        mesh = sw.init_device_mesh("cpu", (3,))
+        x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
+        with counting() as ledger:
+            norm = torch.linalg.vector_norm(x, order)
+        assert ledger.collectives == 0
+        assert norm.placements == (sw.Partial(reduce_op),)
+        torch.testing.assert_close(norm.full_tensor(), torch.linalg.vector_norm(whole, order))
+        pending = sw.distribute_tensor(whole, mesh, [sw.Partial()])
+        torch.testing.assert_close(
+            torch.linalg.vector_norm(pending, order).full_tensor(), torch.linalg.vector_norm(whole, order)
+        )

@@ -32,6 +32,10 @@ def calls(draw):
     yield aten.hardtanh_backward.default, grad, x, -0.5, 0.5
     yield aten.softplus_backward.default, grad, x, 1.0, 20.0
     yield aten.native_dropout_backward.default, grad, x > 0.5, 2.0
+    yield aten.gelu_backward.default, grad, x
+    yield aten.sigmoid_backward.default, grad, x
+    yield aten.tanh_backward.default, grad, x
+    yield aten.threshold_backward.default, grad, x, 0.5
     yield aten.elu_backward.default, grad, 1.0, 1.0, 1.0, False, x
     yield aten.leaky_relu_backward.default, grad, x, 0.1, False
     yield aten._log_softmax_backward_data.default, grad, x, dim, torch.float64
@@ -72,3 +76,26 @@ def test_inferred_strides_equal_those_of_the_kernels():
                 described = [(t.shape, t.stride(), t.dtype) for t in (got, want)]
                 assert described[0] == described[1], (func, [getattr(a, "stride", int)() for a in args])
     assert seen == set(CPU_KERNELS) - set(FFT_KERNELS)
+
+
+def test_strides_of_elementwise_ops_of_expanded_tensors_in_half_precision():
+    draw = random.Random(1)
+    ops = (
+        aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.maximum.default, aten.lt.Tensor, aten.pow.Tensor_Tensor,
+        aten.atan2.default, aten.gelu_backward.default, aten.silu_backward.default, aten.clamp_min.Tensor,
+    )  # fmt: skip
+    for _ in range(60):
+        for dtype in (torch.bfloat16, torch.float16):
+            a, b, c = (strided(draw, (4, 3, 5), dtype) for _ in range(3))
+            calls = [(op, (a, b)) for op in ops]
+            calls += [
+                (aten.where.self, (a > 0.5, b, c)),
+                (aten.addcmul.default, (a, b, c)),
+                (aten.clamp.Tensor, (a, b, c)),
+            ]
+            for op, args in calls:
+                want, (got,) = op(*args), infer_outputs(op, args, {})
+                assert (got.stride(), got.dtype) == (want.stride(), want.dtype), (
+                    op,
+                    [t.stride() for t in args],
+                )

@@ -15,7 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.write import aside_path
+from shardwise.checkpoint.aside import aside_path
 
 
 def mesh_of(n):
@@ -135,7 +135,7 @@ def test_a_hundred_saves_leave_no_memory_behind(tmp_path):
 def test_the_manager_keeps_the_newest_and_removes_what_was_left_behind(tmp_path):
     manager = checkpoint.CheckpointManager(tmp_path, keep=2, every=2)
     assert manager.load({"n": 0}) is None
-    aside_path(tmp_path / "step-00000099").mkdir()
+    aside_path(tmp_path / "step-00000099", "0-0").mkdir()
     for step in range(1, 8):
         assert manager.save_if_due({"n": step}, step) == (step % 2 == 0)
     manager.wait()

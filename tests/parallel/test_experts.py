@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 import shardwise as sw
 from shardwise.comm import counting
 from shardwise.fsdp import fully_shard
+from shardwise.ops.pending_gradients import settle_gradients
 from shardwise.parallel import parallelize_module
 
 PLAN = {
@@ -85,7 +86,9 @@ def _check(
     with counting() as ledger:
         out = net(data)
         out.pow(2).sum().backward()
+        settle_gradients(net.parameters())
     net(data).pow(2).sum().backward()
+    settle_gradients(net.parameters())
     want = dense(x)
     for result in (want, dense(x)):
         result.pow(2).sum().backward()

@@ -1,4 +1,4 @@
-"""Gradients of parameters under plans: small pending sums are reduced together when a backward pass ends."""
+"""Gradients of parameters under plans: pending sums are added without communication, and reduced together for a step."""
 
 import copy
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.launch import Workers
 from shardwise.debug import CommDebugMode
+from shardwise.ops.pending_gradients import settle_gradients
 from shardwise.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -76,7 +77,7 @@ def _all_reduces(comm: CommDebugMode) -> int:
 
 
 @pytest.mark.parametrize("plan", [_styles, _names])
-def test_pending_gradients_are_reduced_by_one_collective_in_each_pass(plan: Callable[[], dict[str, object]]):
+def test_pending_gradients_are_reduced_by_one_collective_for_a_step(plan: Callable[[], dict[str, object]]):
     dense = _dense()
     for seed in (1, 2):
         dense(_input(seed)).square().sum().backward()
@@ -88,11 +89,83 @@ def test_pending_gradients_are_reduced_by_one_collective_in_each_pass(plan: Call
             before = {p: p.grad for p in model.parameters()}
             with CommDebugMode() as comm:
                 loss.backward()
-            assert _all_reduces(comm) == 1
+            assert _all_reduces(comm) == 0
             assert all(g is None or p.grad is g for p, g in before.items())
+            assert any(p.grad.sharding.partial for p in model.parameters())
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(_full(p.grad), q.grad)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with CommDebugMode() as comm:
+            optimizer.step()
+        assert _all_reduces(comm) == comm.get_total_counts() == 1
         for p, q in zip(model.parameters(), dense.parameters(), strict=True):
             assert p.grad.sharding is p.sharding
             torch.testing.assert_close(_full(p.grad), q.grad)
+            torch.testing.assert_close(_full(p), q - 0.1 * q.grad)
+
+
+def _clip(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _clip_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(list(model.parameters()), 1e-3)
+
+
+def _unscale(model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("read", "more"), [(_clip, 1), (_clip_values, 0), (_unscale, 1)])
+def test_what_reads_gradients_before_a_step_reduces_them_once(read: Callable[[nn.Module], object], more: int):
+    """`more`: the collectives of the norm, and of the agreement on overflows."""
+    dense = _dense()
+    dense(_input(1)).square().sum().backward()
+    with sw.simulate(2):
+        model, mesh = _parallel(dense, _styles())
+        model.zero_grad()
+        _loss(model, mesh, 1).backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        read(dense)
+        with CommDebugMode() as comm:
+            read(model)
+            assert all(p.grad.sharding is p.sharding for p in model.parameters())
+            optimizer.step()
+        assert comm.get_total_counts() == 1 + more
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(_full(p.grad), q.grad)
+
+
+def test_gradients_that_are_zeroed_keep_their_memory_and_stay_in_the_layout_of_the_step():
+    dense = _dense()
+    dense(_input(2)).square().sum().backward()
+    with sw.simulate(2):
+        model, mesh = _parallel(dense, _styles())
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        _loss(model, mesh, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        known = [p.grad for p in model.parameters()]
+        loss = _loss(model, mesh, 2)
+        with CommDebugMode() as comm:
+            loss.backward()
+            assert _all_reduces(comm) == 0
+            optimizer.step()
+        assert _all_reduces(comm) == 1
+        for p, q, grad in zip(model.parameters(), dense.parameters(), known, strict=True):
+            assert p.grad is grad
+            torch.testing.assert_close(_full(p.grad), q.grad)
+
+
+def test_a_gradient_does_not_wait_where_it_takes_more_memory_than_its_parameter():
+    with sw.simulate(4):
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        layer = parallelize_module(nn.Linear(4, 6), mesh, {"weight": "[o:dp, i]", "bias": "[o:dp]"})
+        layer(sw.distribute_tensor(torch.ones(8, 4), mesh, [sw.Shard(0), sw.Replicate()])).sum().backward()
+        assert all(p.grad.sharding is p.sharding for p in layer.parameters())
 
 
 def test_gradients_that_are_read_before_the_pass_ends_are_reduced_at_once():
@@ -134,20 +207,18 @@ def test_a_pass_that_fails_leaves_gradients_that_the_next_pass_adds_to():
         dense(_input(2)).square().sum().backward()
         for (name, q), p in zip(dense.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(_full(p.grad), q.grad + partial.get(name, 0))
-            assert p.grad.sharding is p.sharding
 
 
-def test_many_small_gradients_are_reduced_in_parts_and_large_ones_alone(monkeypatch):
+def test_many_gradients_are_reduced_in_parts(monkeypatch):
     dense = _dense()
     dense(_input(1)).square().sum().backward()
-    monkeypatch.setattr("shardwise.parallel.gradients._MOST", 120)
-    monkeypatch.setattr("shardwise.parallel.gradients._LARGE", 1000)
+    monkeypatch.setattr("shardwise.ops.pending_gradients._MOST", 120)
     with sw.simulate(2):
         model, mesh = _parallel(dense, _styles())
         model.zero_grad()
-        loss = _loss(model, mesh, 1)
+        _loss(model, mesh, 1).backward()
         with CommDebugMode() as comm:
-            loss.backward()
+            settle_gradients(model.parameters())
         assert 1 < _all_reduces(comm) < 2 * LAYERS
         for p, q in zip(model.parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(_full(p.grad), q.grad)

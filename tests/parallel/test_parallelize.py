@@ -63,7 +63,7 @@ def test_styles_pass_blocks_between_modules():
     [sw.materialize, lambda m: m.to_empty(device="cpu"), lambda m: m.double(), copy.deepcopy, lambda m: m],
     ids=["materialize", "to_empty", "double", "deepcopy", "nothing"],
 )
-def test_gradients_arrive_reduced_however_parameters_were_replaced(change):
+def test_gradients_wait_for_the_step_however_parameters_were_replaced(change):
     with sw.simulate(4):
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         device = "meta" if change is sw.materialize else "cpu"
@@ -74,7 +74,10 @@ def test_gradients_arrive_reduced_however_parameters_were_replaced(change):
         dtype = model[0].weight.dtype
         x = sw.distribute_tensor(torch.randn(6, 4, dtype=dtype), mesh, [sw.Shard(0), sw.Replicate()])
         for _ in range(2):
-            model(x).sum().backward()
+            with CommDebugMode() as comm:
+                model(x).sum().backward()
+            assert comm.get_total_counts() == 1  # of the product, not of a gradient
+        torch.optim.SGD(model.parameters()).step()
         for p in model.parameters():
             assert p.grad.sharding is p.sharding
 

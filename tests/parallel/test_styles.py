@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.layout import Placement, Replicate, Shard
+from shardwise.ops.pending_gradients import settle_gradients
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -87,9 +88,11 @@ def test_every_kind_of_module_in_either_style(kind, style):
         assert got.placements == ((Replicate(),) if style == "rowwise" else got.placements)
         torch.testing.assert_close(full(got), want, rtol=1e-9, atol=1e-9)
         (got**2).sum().backward()
-        for p, q in zip(m.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-9, atol=1e-9)
-            assert p.grad.sharding is p.sharding
+        for settled in (False, True):
+            for p, q in zip(m.parameters(), dense.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-9, atol=1e-9)
+                assert p.grad.sharding is p.sharding or not settled
+            settle_gradients(m.parameters())
 
 
 class Block(nn.Module):

@@ -64,6 +64,7 @@ class Drawing:
         before = self.side.names.get(name)
         self.side.run(mode + line)
         now = self.side.names.get(name)
+        self.roots &= self.side.names.keys()
         if name.isidentifier() and before is None and now is not None and "make(" in line:
             self.roots.add(name)
 

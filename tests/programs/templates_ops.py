@@ -78,12 +78,12 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         "{x}.scatter_reduce({d}, {ixs}, {x}, 'amax')", "torch.bucketize({x}, torch.zeros_like({x}).flatten()[:1])",
         "{x}.isin({x}.flatten()[:2])", "{x}.amax({d}, keepdim=True)",
     ),
-    "m2": (
+    "m2": (  # kron of copies: torch does not notice writes to what its kron saves for the backward pass
         "{x}.t()", "{x}.transpose({d}, {e})", "{x}.mT", "{x} @ {x}.mT", "{x}.transpose(-1, -2)", "{x}.triu()", "{x}.tril(-1)",
         "{x}.diagonal()", "{x}.sum(({d}, {e}))", "{x}.flatten(0, 1)", "{x}.flatten(-2)", "{x}[:, {k}]", "{x}[:, 1:]", "{x}[1:, ::2]",
         "{x}.diagonal(1)", "{x}.rot90()", "{x}[..., 1:, :-1]", "{x}.mT.contiguous()", "{x}.mT.reshape(-1)", "{x}.trace()",
         "torch.einsum('...ij,...kj->...ik', {x}, {x})", "torch.einsum('...ij->...', {x})", "torch.einsum('ab...->ba...', {x})",
-        "{x}[:, {ix1}]", "{x}[0, {ix1}]", "{x}.permute(*range({x}.dim())[::-1])", "torch.kron({x}[:1], {x}[:1])",
+        "{x}[:, {ix1}]", "{x}[0, {ix1}]", "{x}.permute(*range({x}.dim())[::-1])", "torch.kron({x}[:1].clone(), {x}[:1].clone())",
         "{x}.roll((1, 2), (0, 1))", "{x}.flip((0, 1))", "torch.outer({x}.reshape(-1)[:3], {x}.reshape(-1)[:4])", "{x}.swapaxes(0, 1)",
         "{x}.mT @ {x}", "{x}.diag_embed().sum(-1)",
     ),
@@ -122,7 +122,7 @@ _INPLACE: dict[str, tuple[str, ...]] = {
            "{x}.flip({d}).add_(1)", "{x}[..., 1:] += 1", "{x}[0] += {x}[-1]", "{x}.chunk(2, {d})[0].mul_(3)", "{x}.cumsum_({d})", "{x}[{k} % 2, ...] = {x}[0] * 2",
            "{x}.index_put_(({ix0},), {x}[{ix0}].detach() * 2)", "{x}.expand(2, *{x}.shape)[0].add_(1)", "{x}.masked_scatter_({x} == {v}, {s})",
            "{x}.index_copy_({d}, {ixu}, {xd})", "{x}[...] = {y}", "{x}[{ix0}] += 1", "{x}.unfold({d}, 2, 2).zero_()", "{x}.reshape(-1)[0:2].zero_()"),
-    "m2": ("{x}.t().add_(1)", "{x}.mT[0] = {v}", "{x}[:, 1:].zero_()", "{x}.diagonal().fill_({v})", "{x}[:, {k}] = {v}", "{x}.triu_()",
+    "m2": (  # kron of copies: torch does not notice writes to what its kron saves for the backward pass"{x}.t().add_(1)", "{x}.mT[0] = {v}", "{x}[:, 1:].zero_()", "{x}.diagonal().fill_({v})", "{x}[:, {k}] = {v}", "{x}.triu_()",
            "{x}.transpose({d}, {e}).mul_(2)", "{x}[1:, 1:] += {x}[:-1, :-1].clone()", "{x}.fill_diagonal_(0)", "{x}.flatten(0, 1)[1] = {v}", "{x}[:, 0].copy_({x}[:, -1])"),
     "f1": ("{x}.requires_grad_()", "{x}.detach_()", "{x}.requires_grad_(False)", "{x}.renorm_(2, {d}, 1.0)"),
     "i0": ("{x}.remainder_(3)", "{x} &= 3", "{x} //= 2"),
@@ -131,7 +131,7 @@ _INPLACE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _NUMBERS = (
-    "{x}.sum().item()", "{x}.tolist()", "tuple({x}.shape)", "{x}.numel()", "bool(({x} == {x}).all())", "{x}.stride()",
+    "{x}.sum().item()", "{x}.tolist()", "tuple({x}.shape)", "{x}.numel()", "bool(({x} == {x}).all())", "[s for s, n in zip({x}.stride(), {x}.shape) if n > 1 and {x}.numel()]",
     "torch.equal({x}, {x})", "torch.allclose({x}, {x} + 0)", "len({x})", "{x}.is_contiguous()", "float({x}.sum())", "{x}.dim()",
     "torch.equal({x}, {s})", "{x}.max().item()",
 )  # fmt: skip

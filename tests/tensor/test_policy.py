@@ -301,3 +301,16 @@ def draw_after_seeding():
 
 def test_the_broadcast_of_a_seed_is_implicit_communication(workers):
     assert workers.run(draw_after_seeding) == [True] * 4
+
+
+def test_strict_also_refuses_moves_that_send_nothing(mesh):
+    x, y = put(mesh, torch.arange(8.0).view(8, 1)), put(mesh, torch.ones(8, 1), R)
+    with counting() as sent, sw.policy(implicit="error"):
+        assert (x + y).placements == (S0,)  # y is sliced
+    assert not sent.entries
+    with sw.policy(implicit="strict"):
+        with pytest.raises(sw.CommunicationError, match="would move an operand"):
+            x + y
+        assert (x + y.redistribute(placements=[S0])).placements == (S0,)
+        with pytest.raises(sw.CommunicationError, match="would communicate"):
+            x.cumsum(0)

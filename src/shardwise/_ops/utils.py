@@ -67,9 +67,10 @@ def is_tensor_evenly_shardable_on_dim(shape: Sequence[int], spec: Spec, dim: int
 
 __getattr__ = absent(
     "_ops.utils",
-    "expand_to_full_mesh_op_strategy generate_redistribute_costs infer_broadcast_dims_map map_placements_after_broadcast "
-    "register_op_strategy register_prop_rule replicate_op_strategy shift_shard_dims_after_insert "
-    "shift_shard_dims_after_remove",
+    "as_list expand_to_full_mesh_op_strategy generate_redistribute_costs _get_registration_wrapper "
+    "infer_broadcast_dims_map map_placements_after_broadcast _OpSchemaT register_op_strategy "
+    "register_prop_rule replicate_op_strategy _ShardingStrategyFunc shift_shard_dims_after_insert "
+    "shift_shard_dims_after_remove _StrategyTypeT",
     why="Rules in `shardwise.rules` say which layouts an op allows; they are not built from strategies.",
     fix="shardwise.register_sharding(op) adds a rule.",
 )

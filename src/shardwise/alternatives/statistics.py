@@ -66,7 +66,7 @@ def _vector_norm(
     if ord == -math.inf:
         return magnitude.amin(dims, keepdim=keepdim)
     if ord == 0:
-        return (magnitude != 0).sum(dims, keepdim=keepdim).to(magnitude.dtype)
+        return (magnitude != 0).sum(dims, keepdim=keepdim, dtype=magnitude.dtype)
     if ord == 1:
         return magnitude.sum(dims, keepdim=keepdim)
     if ord == 2:

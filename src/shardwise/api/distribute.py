@@ -20,6 +20,7 @@ from shardwise.comm import (
     on_mesh,
     spread,
 )
+from shardwise.comm.local_mode import outside_local_mode, to_per_rank
 from shardwise.comm.scatter import scatter
 from shardwise.comm.sparse_parts import scatter_sparse
 from shardwise.layout import (
@@ -47,6 +48,7 @@ __all__ = ["distribute_tensor"]
 
 
 @call_in_graph
+@outside_local_mode
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -94,7 +96,7 @@ def distribute_tensor(
     units = unit_placements(layout, placements)
     full = _without_transforms(tensor)
     with outside_transforms():
-        out = _distribute(full.detach(), mesh, layout, units, src_data_rank)
+        out = _distribute(to_per_rank(full.detach()), mesh, layout, units, src_data_rank)
     if tensor.requires_grad:  # torch.func transforms refuse even requires_grad_(False)
         out.requires_grad_()
     return out

@@ -3,8 +3,8 @@
 Each rank creates its own block; the full tensor never exists and nothing is communicated. All factories take the keyword
 arguments of `TensorOptions` and raise
 
-- LayoutError if there is no mesh, if the placements do not fit the shape or the mesh or contain `Partial`, if a size is
-  negative, or if `layout` is not `torch.strided`;
+- LayoutError if there is no mesh, if the placements do not fit the shape or the mesh or contain `Partial` (except for
+  `empty`), if a size is negative, or if `layout` is not `torch.strided`;
 - what the torch function of the same name raises for its own arguments.
 """
 

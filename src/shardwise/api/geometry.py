@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of, coord_of
 from shardwise.layout import Layout, Placement, block_offset, block_shape
+from shardwise.torch_internals.local_tensor import for_each_rank
 
 __all__ = ["compute_local_shape_and_global_offset"]
 
@@ -35,4 +36,14 @@ def compute_local_shape_and_global_offset(
     if coord is None:
         return (0,), ()
     layout = Layout.of(tuple(global_shape), axes_of(mesh), placements)
-    return block_shape(layout, coord), () if skip_offset else block_offset(layout, coord)
+    return _shape_at(layout, *coord), () if skip_offset else _offset_at(layout, *coord)
+
+
+@for_each_rank
+def _shape_at(layout: Layout, *coord: int) -> tuple[int, ...]:
+    return block_shape(layout, coord)
+
+
+@for_each_rank
+def _offset_at(layout: Layout, *coord: int) -> tuple[int, ...]:
+    return block_offset(layout, coord)

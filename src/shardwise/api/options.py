@@ -10,6 +10,7 @@ from typing import Any, TypedDict, TypeVar, cast, get_type_hints
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.local_mode import outside_local_mode
 from shardwise.layout import Placement
 from shardwise.torch_internals.graph_calls import call_in_graph
 
@@ -61,6 +62,7 @@ def factory(func: _Factory) -> _Factory:
     ]
     signature = signature.replace(parameters=[*own, *shared])
 
+    @outside_local_mode
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - signature.parameters.keys():

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout import contiguous_stride
+
 __all__ = ["BLOCK_KERNELS"]
 
 aten = torch.ops.aten
@@ -20,6 +22,13 @@ def _view(block: Tensor, shape: list[int]) -> Tensor:
         return aten.view.default(block, shape)  # type: ignore[no-any-return]
     except RuntimeError:
         return block.reshape(shape)
+
+
+def _contiguous(block: Tensor) -> Tensor:
+    """A contiguous block, whose dims of size 1 also have the strides of one: kernels may look at these."""
+    block = block.contiguous()
+    stride = contiguous_stride(block.shape)
+    return block if block.stride() == stride else block.as_strided(block.shape, stride)
 
 
 def _grouped_mm(
@@ -83,6 +92,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 BLOCK_KERNELS: Mapping[str, Callable[..., Any]] = {
     "aten.view.default": _view,
+    "blocks.contiguous": _contiguous,
     "blocks.grouped_mm": _grouped_mm,
 }
 """By the names that steps have: an op that they replace, or a name of their own."""

@@ -74,11 +74,15 @@ CPU_KERNELS: dict[Any, Callable[..., Any]] = {
             (aten.softplus_backward.default, 1),
             (aten.native_dropout_backward.default, 1),
             (aten.elu_backward.default, 5),
+            (aten.gelu_backward.default, 1),
+            (aten.sigmoid_backward.default, 1),
+            (aten.tanh_backward.default, 1),
         )
     },
-    aten.leaky_relu_backward.default: _ordered(
-        aten.leaky_relu_backward.default, lambda grad, x: torch.mul(x, grad)
-    ),
+    **{
+        func: _ordered(func, lambda grad, x: torch.mul(x, grad))
+        for func in (aten.leaky_relu_backward.default, aten.threshold_backward.default)
+    },
     **{
         func: _contiguous(func)
         for func in (

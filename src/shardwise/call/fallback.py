@@ -63,7 +63,7 @@ def run_on_full(
         for t in call.written if call.simulated else ():
             if not isinstance(t, DTensor):  # each simulated rank writes to its own copy
                 full[id(t)] = spread(t, list(members_of(call.mesh)))
-        run = run or drawing_alike(func, args, kwargs, call.mesh)
+        run = run or _from_own_offset(func) or drawing_alike(func, args, kwargs, call.mesh)
         result = map_ranks(run, *replace_tensors(args, full), **replace_tensors(kwargs, full))
         for t in call.written:
             if isinstance(t, DTensor):
@@ -72,6 +72,25 @@ def run_on_full(
         pairs = zip(result, _returned_arguments(call), strict=True)
         return tuple(wrap_replicated(r, call.mesh) if t is None else t for r, t in pairs)
     return wrap_replicated(result, call.mesh) if call.returned is None else call.returned
+
+
+def _from_own_offset(func: Any) -> Callable[..., Any] | None:
+    """An op by strides with an offset that counts from the first element: a block may be part of a larger memory."""
+    if func is aten.as_strided.default:
+
+        def strided(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+            return x.as_strided(size, stride, x.storage_offset() + (storage_offset or 0))
+
+        return strided
+    if func is aten.as_strided_scatter.default:
+
+        def scatter(
+            x: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+        ) -> Tensor:
+            return x.as_strided_scatter(src, size, stride, x.storage_offset() + (storage_offset or 0))
+
+        return scatter
+    return None
 
 
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

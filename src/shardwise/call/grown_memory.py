@@ -21,7 +21,7 @@ from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout, Spec, is_dense
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block
-from shardwise.torch_internals.subclass import view_base, view_offset
+from shardwise.torch_internals.subclass import view_base
 
 __all__ = ["GrownSource", "grown"]
 
@@ -121,15 +121,21 @@ def grown(x: DTensor, shape: Sequence[int], form: torch.memory_format | None) ->
 
     Nothing of `x` changes, except that the storage of blocks that all ranks hold in full grows.
     """
-    root, offset = view_base(x), view_offset(x)
+    if tuple(shape) == tuple(x.shape) or (x.is_contiguous() and math.prod(shape) <= x.numel()):
+        return None
+    root, offset = view_base(x), x.storage_offset()
     memory = root if isinstance(root, DTensor) else x
     source = memory._source
     size = math.prod(shape)
     known = memory.numel() if source is None or not source.is_grown else source.base.numel()
-    if not known or x._spec.stride is None or offset + size <= memory.numel() or min(shape, default=0) < 0:
+    if not known or x._spec.stride is None or min(shape, default=0) < 0:
+        return None
+    if (offset + size) * x.element_size() <= memory.numel() * memory.element_size():
         return None
     like = torch.empty(shape, device="meta").contiguous(memory_format=form or torch.contiguous_format)
     stride = like.stride()
+    if memory.dtype is not x.dtype:
+        raise RuntimeError(_PART.format(shape=tuple(shape), spec=x._spec))
     if source is not None and source.is_grown:
         memory, offset = source.base, offset + source.offset
     elif source is not None or not _is_whole(memory):

@@ -45,7 +45,8 @@ def _program(call: Call, rule: Rule | None, choice: Choice, coord: Coord) -> Loc
     if rule is None or rule.local is None:
         viewed = Local((("aten.view.default", (Slot(0), list(shapes[0])), {}),))
         is_copy = call.op.split(".")[1].endswith("_copy")
-        return Local((*viewed.steps, ("aten.clone.default", (Out(0),), {}))) if is_copy else viewed
+        contiguous = {"memory_format": torch.contiguous_format}
+        return Local((*viewed.steps, ("aten.clone.default", (Out(0),), contiguous))) if is_copy else viewed
     split = frozenset(
         x
         for letters, layout in zip(rule.inputs, choice.inputs, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
 from shardwise.call.cpu_strides import CPU_KERNELS
+from shardwise.call.half_strides import depends_on_precision, in_single_precision, with_strides_of
 from shardwise.call.memory_formats import convolution
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
@@ -93,6 +94,9 @@ def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], war
     try:
         with untraced():  # a graph that is being recorded has no use for it
             result = kernel(*on_meta(args), **on_meta(kwargs))
+            if depends_on_precision(func, [*args, *kwargs.values()]):
+                like = kernel(*in_single_precision(on_meta(args)), **in_single_precision(on_meta(kwargs)))
+                result = with_strides_of(like, result)
     except REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
         if warn:
             _warn_unused(func, error)
@@ -252,6 +256,16 @@ def _elementwise(func: Any) -> Callable[..., Tensor]:
     return kernel
 
 
+def _clamp(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:
+    """The output of `clamp` with limits that are tensors, with the strides that the kernels of elementwise ops give."""
+    out: Tensor = aten.clamp.Tensor(x, min, max)
+    operands = [
+        torch.empty_strided(t.shape, t.stride(), device="meta") for t in (x, min, max) if t is not None
+    ]
+    like = torch.addcmul(*operands) if len(operands) == 3 else torch.add(*operands)
+    return out.new_empty_strided(out.shape, like.stride())
+
+
 def _batch_norm(func: Any) -> Callable[..., Any]:
     """The outputs of a batch norm: its kernels know two orders of dims."""
 
@@ -317,7 +331,11 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
         func: _contiguous(func)
         for func in (
             aten.huber_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.mse_loss_backward.default,
+            aten.normal.Tensor_Tensor,
             aten.isin.Tensor_Scalar,
+            aten.isin.Tensor_Tensor,
             aten.pow.Scalar,
         )
     },
@@ -325,11 +343,19 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
         x
     ),
     aten.abs.default: _abs,
+    aten.clamp.Tensor: _clamp,
     aten.conj_physical.default: _like(0),
     aten._conj_physical.default: _like(0),
     **{func: _elementwise(func) for func in _TWO_TENSORS},
     **{
         func: _batch_norm(func)
-        for func in (aten.native_batch_norm.default, aten._native_batch_norm_legit.no_stats)
+        for func in (
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten._native_batch_norm_legit_functional.default,
+            aten._batch_norm_with_update.default,
+            aten._batch_norm_no_update.default,
+        )
     },
 }

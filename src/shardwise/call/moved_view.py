@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardwise.call.arguments import map_tensors
 from shardwise.call.fallback import gather, write_back
 from shardwise.call.meta import infer_outputs, on_meta
 from shardwise.call.op_call import OpCall
@@ -22,13 +23,13 @@ from shardwise.call.strides import copy_into, in_order, match_strides, may_overl
 from shardwise.call.view_mode import mode_of_view
 from shardwise.call.view_scatter import on_memory, scatter_of
 from shardwise.call.view_writes import announce_write, overlaps_itself, run_on_memory
-from shardwise.call.writes import memory_of, note_write
+from shardwise.call.writes import memory_of, note_write, shares_memory
 from shardwise.comm import map_ranks
-from shardwise.layout import Spec
+from shardwise.layout import Spec, is_dense
 from shardwise.plan.settings import override_settings
 from shardwise.tensor.dtensor import DTensor, copy_block, data_of_inference_tensor, local_slot
 from shardwise.tensor.implicit import to_layout
-from shardwise.torch_internals.subclass import is_parameter, view_base
+from shardwise.torch_internals.subclass import bump_versions, is_parameter, view_base
 
 __all__ = ["MovedView", "remember_base"]
 
@@ -116,7 +117,7 @@ class ViewSource:
                 return
             block = base._local_tensor
             if self.kind == "copied":
-                map_ranks(lambda x, v: x.copy_(v.reshape(x.shape)), block, self.block)
+                map_ranks(_copy_reshaped, block, self.block)
             elif self.kind == "shared":
                 pass
             elif (scatter := scatter_of(func, number, base, *args, **kwargs)) is not None:
@@ -189,6 +190,12 @@ class ViewSource:
 
 
 _OVERLAPPING = frozenset({aten.unfold.default, aten.as_strided.default, aten.expand.default})
+
+
+def _copy_reshaped(block: Tensor, view: Tensor) -> None:
+    """Write a reshaped copy of a block into it; on some ranks it may be a view, which has written to the block already."""
+    if not shares_memory(block, view):
+        block.copy_(view.reshape(block.shape))
 
 
 def _blocks_with_versions(base: DTensor) -> tuple[Tensor, ...]:
@@ -290,13 +297,18 @@ class MovedView(DTensor):
             check_overlap(call)
             args = computing_operands(call)
             call = OpCall(func, args, kwargs)
+        elif not any(a.alias for a in info.arguments):  # no result is a view
+            args, kwargs = map_tensors(_without_gaps, args), map_tensors(_without_gaps, kwargs)
         for t in written:
             if is_repeated(t) and (t.is_conj() or t.is_neg()):
                 raise repeated_error(func)  # its value is computed, and copied back
             announce_write(func, t)
         for t in written:
             if info.qualified_name not in FILLS and overlaps_itself(t):
-                return run_on_memory(call, t)
+                result = run_on_memory(call, t)
+                if info.arguments[0].type.startswith("List"):
+                    bump_versions(args[0])  # autograd does it for ops of single tensors
+                return result
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             for t in written:
@@ -331,6 +343,17 @@ class MovedView(DTensor):
             source.base, name, source.args, source.kwargs, source.number, source.kind,
             block, self._spec, self.requires_grad,
         )  # fmt: skip
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """A conjugated or negated operand as kernels see it: torch computes it before, into memory without gaps."""
+    if not isinstance(x, MovedView) or not (x.is_conj() or x.is_neg()):
+        return x
+    spec = x._spec
+    if spec.stride is None or is_dense(spec.shape, spec.stride):
+        return x
+    stride = torch.empty_strided(spec.shape, spec.stride, device="meta").clone().stride()
+    return DTensor(x._local_tensor, spec.with_layout(spec.layout, stride))
 
 
 def rebuild_view(

@@ -17,7 +17,14 @@ from shardwise.tensor.errors import MeshError, mixed_tensors_error
 from shardwise.tensor.implicit import announce
 from shardwise.torch_internals.autograd import in_backward
 
-__all__ = ["check_operands", "compare_plain", "has_dtensor", "plain_key", "plain_tensors_to_compare"]
+__all__ = [
+    "check_operands",
+    "compare_plain",
+    "has_dtensor",
+    "has_one_value",
+    "plain_key",
+    "plain_tensors_to_compare",
+]
 
 aten = torch.ops.aten
 
@@ -47,10 +54,10 @@ def has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def plain_key(t: Tensor) -> Any:
     """What decides how a plain operand is treated; part of the key under which a call's route is cached."""
     form = (t.shape, t.layout if t.layout is not torch.strided else t.stride(), t.dtype, t.device)
-    return form if _has_one_value(t) else (current_settings().plain, in_backward(), form)
+    return form if has_one_value(t) else (current_settings().plain, in_backward(), form)
 
 
-def _has_one_value(t: Tensor) -> bool:
+def has_one_value(t: Tensor) -> bool:
     """Whether a tensor has one element, or is such a tensor expanded, as the zero tangents of forward-mode autograd are."""
     if t.numel() == 1 or t.layout is not torch.strided:
         return t.numel() == 1
@@ -63,7 +70,7 @@ def check_operands(call: OpCall) -> None:
         if isinstance(t, DTensor):
             if t.device_mesh != call.mesh:
                 raise MeshError(
-                    f"{call.func} got tensors on {call.mesh} and on {t.device_mesh}.",
+                    f"Sharding propagation failed: {call.func} got tensors on {call.mesh} and on {t.device_mesh}.",
                     why="An op runs on one mesh. An operand that is not written to and needs no gradient joins a sub-mesh if it is "
                     "replicated along the other axes, and a larger mesh where plain tensors count as replicated.",
                     fix="Distribute both over one mesh.",
@@ -75,7 +82,7 @@ def check_operands(call: OpCall) -> None:
 def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
     """Whether a plain tensor counts as replicated: by its size, because torch or autograd created it, or by the policy."""
     return (
-        _has_one_value(t)
+        has_one_value(t)
         or in_backward()
         or current_settings().plain != "error"
         or any(t is created for created in _created_by_torch(call))
@@ -94,7 +101,7 @@ def plain_tensors_to_compare(call: OpCall) -> list[int]:
         i
         for i, t in enumerate(call.tensors)
         if not isinstance(t, DTensor)
-        and not _has_one_value(t)
+        and not has_one_value(t)
         and (everything or id(t) in created)
         # a simulation has one plain tensor for all ranks, unless it is a PerRank
         and (isinstance(t, PerRank) or not call.simulated)

@@ -23,8 +23,10 @@ from shardwise.tensor.dtensor import DTensor
 __all__ = [
     "FILLS",
     "FORBIDS_ALIAS",
+    "are_same_elements",
     "check_overlap",
     "computing_operands",
+    "copy_to_repeated",
     "is_repeated",
     "repeated_error",
     "writes_overlapping",
@@ -77,9 +79,21 @@ def writes_repeated(call: OpCall) -> bool:
         return False
     if call.info.qualified_name in FILLS:
         return isinstance(target, DTensor) and bool(target._spec.layout.partial)
+    if call.info.qualified_name == "aten::copy_" and are_same_elements(target, call.args[1]):
+        return False
     if call.info.qualified_name not in _ALLOWS_REPEATED:
         raise repeated_error(call.func)
     return True
+
+
+def copy_to_repeated(func: Any, args: tuple[Any, ...]) -> DTensor | None:
+    """`copy_` to an expanded tensor: nothing if the source is the same elements of memory, which torch looks at first.
+
+    Raises for another source.
+    """
+    if not are_same_elements(args[0], args[1]):
+        raise repeated_error(func)
+    return args[0]  # type: ignore[no-any-return]
 
 
 def writes_overlapping(call: OpCall) -> bool:
@@ -158,13 +172,11 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
         return
     if not (_is_dense(target) and _is_dense(other)) or 0 in (*target.shape, *other.shape):
         return  # torch does not find out whether they overlap
-    if _same_blocks(roots[0]._local_tensor, roots[1]._local_tensor):
-        base = roots[0]
-        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-        a, b = _on(whole, target), _on(whole, other)
+    if _is_same_memory(*roots):
+        a, b = _on_meta(roots[0], target), _on_meta(roots[1], other)
         first, last = sorted((a, b), key=Tensor.storage_offset)
         overlap = last.storage_offset() < first.storage_offset() + first.numel()
-        same = (a.storage_offset(), a.shape, a.stride()) == (b.storage_offset(), b.shape, b.stride())
+        same = _place(a) == _place(b)
     else:
         # the place of a view within its root is known, but not that of one root within another
         blocks = [None if t._source is not None else t._local_tensor for t in (target, other)]
@@ -174,6 +186,25 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
         same = False
     if overlap and (forbids_alias or not same):
         raise _error(call, target)
+
+
+def are_same_elements(a: Tensor, b: Any) -> bool:
+    """Whether two DTensors are the same elements of memory in the same order."""
+    if not isinstance(a, DTensor) or not isinstance(b, DTensor) or a.dtype != b.dtype:
+        return False
+    if (a.is_conj(), a.is_neg(), a.shape, a.stride()) != (b.is_conj(), b.is_neg(), b.shape, b.stride()):
+        return False
+    roots = _root_tensor(a), _root_tensor(b)
+    return _is_same_memory(*roots) and _place(_on_meta(roots[0], a)) == _place(_on_meta(roots[1], b))
+
+
+def _on_meta(root: DTensor, x: DTensor) -> Tensor:
+    """The view of a tensor without data that a view of `root` is."""
+    return _on(torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta"), x)
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return x.storage_offset(), x.shape, x.stride()
 
 
 def _covers(a: Tensor, b: Tensor) -> bool:
@@ -202,11 +233,24 @@ def _root_tensor(x: DTensor) -> DTensor:
     return x
 
 
-def _same_blocks(a: Tensor, b: Tensor) -> bool:
-    """Whether two blocks that share memory are the same elements of it."""
+def _is_same_memory(a: DTensor, b: DTensor) -> bool:
+    """Whether two tensors that share memory are the same elements of it, in the same order of memory."""
+    if _same_blocks(a._local_tensor, b._local_tensor):
+        return True
+    # one may be the other in another shape
+    are_contiguous = a.dtype is b.dtype and a.is_contiguous() and b.is_contiguous()
+    return are_contiguous and _same_blocks(a._local_tensor, b._local_tensor, whole=True)
+
+
+def _same_blocks(a: Tensor, b: Tensor, whole: bool = False) -> bool:
+    """Whether two blocks that share memory are the same elements of it; `whole` ignores the shape of contiguous ones."""
     if isinstance(a, PerRank) and isinstance(b, PerRank):
-        return all(_same_blocks(x, b.of_rank(r)) for r, x in a._blocks.items())
-    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+        return all(_same_blocks(x, b.of_rank(r), whole) for r, x in a._blocks.items())
+    if a.data_ptr() != b.data_ptr():
+        return False
+    if whole:
+        return a.numel() == b.numel() and a.is_contiguous() and b.is_contiguous()
+    return (a.shape, a.stride()) == (b.shape, b.stride())
 
 
 def _on(whole: Tensor, x: DTensor) -> Tensor:

@@ -114,7 +114,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 def with_own_strides(call: OpCall, inner: Run) -> Run:
     """A run whose results have the strides that the op gives them on one device."""
-    if call.outputs is None or call.written or call.info.is_view:
+    if call.outputs is None or call.info.returned is not None or call.info.is_view:
         return inner
     wanted = [_meaningful(t) if isinstance(t, Tensor) else None for t in call.outputs]
     if not any(wanted):
@@ -126,7 +126,8 @@ def with_own_strides(call: OpCall, inner: Run) -> Run:
             return _restrided(result, wanted[0])
         if not isinstance(result, list | tuple) or len(result) != len(wanted):
             return result
-        return type(result)([_restrided(r, stride) for r, stride in zip(result, wanted, strict=True)])
+        strides = iter(wanted)
+        return map_leaves(lambda r: _restrided(r, next(strides)), result)
 
     return run
 

@@ -79,7 +79,7 @@ def _narrow(t: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(t, DTensor) or t.device_mesh == mesh:
         return t
     names: Sequence[str] = t.device_mesh.mesh_dim_names or ()
-    placements = [t.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
+    placements = [t.sharding.placements[names.index(name)] for name in mesh.mesh_dim_names or ()]
     layout = Layout.of(tuple(t.shape), axes_of(mesh), placements)
     return from_block(t._local_tensor, Spec(mesh, layout, t.dtype, t._spec.shape, t._spec.stride))
 

@@ -15,12 +15,13 @@ from shardwise.checkpoint.exchange import Report
 __all__ = ["compare_ranks", "digests"]
 
 
-def digests(keys: Mapping[str, str], values: Any) -> Report:
+def digests(keys: Mapping[str, str], values: Any, path: object = "") -> Report:
     """The part of a rank's report by which the ranks are compared."""
     names = json.dumps(keys, sort_keys=True).encode()
     return {
         "values": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
         "keys": hashlib.sha256(names).hexdigest(),
+        "path": str(path),
         "names": b64encode(zlib.compress(names)).decode(),
     }
 
@@ -28,6 +29,12 @@ def digests(keys: Mapping[str, str], values: Any) -> Report:
 def compare_ranks(reports: Sequence[Report], what: str) -> None:
     """Refuse states that differ between ranks."""
     for rank, report in enumerate(reports):
+        if report["path"] != reports[0]["path"]:
+            raise CheckpointStateError(
+                f"{what} got {reports[0]['path']} on rank 0 and {report['path']} on rank {rank}.",
+                why="All ranks take part in one checkpoint.",
+                fix="Pass the same path on all ranks; where it is drawn or has the time in it, take that of rank 0.",
+            )
         if report["keys"] != reports[0]["keys"]:
             first, other = (json.loads(zlib.decompress(b64decode(r["names"]))) for r in (reports[0], report))
             differing = sorted(k for k in {*first, *other} if first.get(k) != other.get(k))

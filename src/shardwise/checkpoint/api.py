@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.checkpoint.background import SaveHandle, finish_pending, start
 from shardwise.checkpoint.loading import Loading
-from shardwise.checkpoint.metadata import complete_in
+from shardwise.checkpoint.metadata import checkpoint_path, complete_in
 from shardwise.checkpoint.saving import TIMEOUT, Saving
 
 __all__ = ["async_save", "latest", "load", "save"]
@@ -30,7 +30,7 @@ def save(state: Any, path: str | Path, *, timeout: float = TIMEOUT) -> None:
     other the outcome through the store of the process group; there are no collectives.
     """
     finish_pending()
-    Saving(state, Path(path), timeout).run()
+    Saving(state, checkpoint_path(path), timeout).run()
 
 
 def async_save(state: Any, path: str | Path, *, timeout: float = TIMEOUT) -> SaveHandle:
@@ -53,7 +53,7 @@ def async_save(state: Any, path: str | Path, *, timeout: float = TIMEOUT) -> Sav
     the next save, until `release_memory()`.
     """
     finish_pending()
-    saving = Saving(state, Path(path), timeout)
+    saving = Saving(state, checkpoint_path(path), timeout)
     saving.stage()
     return start(saving.run)
 
@@ -76,20 +76,21 @@ def load(
 
     Raises:
         NoCheckpointError: there is none at the path.
-        CheckpointMismatchError: keys or shapes differ. Nothing has changed.
+        CheckpointMismatchError: keys or shapes differ. Nothing has changed on the ranks where they do.
         CorruptCheckpointError: files are damaged; the error names what and offers the checkpoint before. Tensors may have been
             overwritten.
 
     Each rank reads the bytes of its blocks and no others, and nothing is executed. There are no collectives.
     """
     finish_pending()
-    return Loading(Path(path).absolute(), strict, timeout).run(into, random)
+    return Loading(checkpoint_path(path), strict, timeout).run(into, random)
 
 
 def latest(path: str | Path) -> Path | None:
     """The newest complete checkpoint in a directory, by the number at the end of its name; None if there is none.
 
-    A checkpoint gets its name when all of it is on the disk, so what has a name is complete.
+    A checkpoint gets its name when all of it is on the disk, so what has a name is complete. A save in the background is not
+    waited for: call `wait()` of its handle first, so that all ranks find the same one.
     """
     found = complete_in(Path(path))
     return found[-1] if found else None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.errors import CheckpointStateError
+from shardwise.checkpoint.safetensors_file import has_name
 from shardwise.checkpoint.values import encode
 from shardwise.comm import PerRank
 from shardwise.tensor.dtensor import DTensor
@@ -50,6 +51,8 @@ def describe_state(state: Any) -> Description:
     out = Description()
     with torch.no_grad():
         out.tree = encode(_with_states(state, parameter_names(state)), "", out.keep)
+    # in one order on all ranks, whatever the order of their dicts is
+    out.tensors = dict(sorted(out.tensors.items()))
     return out
 
 
@@ -142,6 +145,10 @@ def check_tensor(tensor: Tensor, path: str) -> None:
         what = "is sparse or quantized"
         why = "Files have dense values."
         fix = "Save x.to_dense(), or its values and indices."
+    elif not has_name(tensor.dtype):
+        what = f"has dtype {tensor.dtype}, which files of safetensors have no name for"
+        why = "Files state the dtypes of their tensors."
+        fix = "Save x.view(torch.uint8), or another dtype."
     elif tensor.is_meta:
         what = "is on the meta device"
         why = "It has no values."

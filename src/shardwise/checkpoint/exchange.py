@@ -7,25 +7,40 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.checkpoint.aside import own_token
 from shardwise.checkpoint.errors import ERRORS, CheckpointError
 from shardwise.checkpoint.save_plan import this_rank, world_size
+from shardwise.comm import is_simulated
+from shardwise.faults import PeerError, current_session, watch_world
+from shardwise.torch_internals.collectives import note_of
 from shardwise.torch_internals.connections import world_store
 
-__all__ = ["Report", "agree", "failure", "next_number", "restart_numbers"]
+__all__ = ["Report", "agree", "failure", "next_number", "restart_numbers", "run_token"]
 
 Report = dict[str, Any]
 _numbers = [itertools.count()]
 _KEPT_VERDICTS = 16
+_BACKGROUND_SECONDS = 1.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 
 
-def next_number() -> int:
-    """The number of an exchange, which is the same on all ranks because they save and load in the same order."""
+def next_number(what: str) -> int:
+    """The number of an exchange, which is the same on all ranks because they save and load in the same order.
+
+    Args:
+        what: the function that the program called. It counts as a collective, so that ranks that call others are found.
+    """
+    session, world = None if is_simulated() else watch_world(), dist.group.WORLD
+    if session is not None and world is not None:
+        session.begin(world.group_name, note_of(f"checkpoint.{what}"))
     return next(_numbers[0])
 
 
@@ -71,8 +86,26 @@ def agree(
     return _raise_error(verdict)
 
 
-def failure(error: CheckpointError, rank: int | None = None) -> Report:
+def run_token(timeout: float, alone: bool) -> str:
+    """What tells the files that this run writes aside from those of other runs: the token of rank 0, on all ranks."""
+    own = own_token()
+    if alone:
+        return own
+    store, key = world_store(), "shardwise/checkpoint/token"
+    if this_rank() == 0:
+        store.set(key, own)
+        return own
+    return _wait(store, key, timeout, "rank 0").decode()
+
+
+def failure(error: Exception, rank: int | None = None) -> Report:
     """An error as a report, with the rank that it happened on."""
+    if not isinstance(error, CheckpointError):
+        error = CheckpointError(
+            f"{type(error).__name__}: {error}",
+            why="The checkpoint could not be written or read on this rank.",
+            fix="See the traceback of that rank.",
+        )
     what = error.what if rank is None else f"[rank {rank}] {error.what}"
     return {"error": type(error).__name__, "what": what, "why": error.why, "fix": error.fix}
 
@@ -97,7 +130,27 @@ def _raise_error(verdict: Report) -> Report:
 
 def _wait(store: Any, key: str, timeout: float, who: str) -> bytes:
     """The value of a key, polled: a blocking wait would keep other threads from the store."""
-    end, pause, world = time.monotonic() + timeout, 0.0005, dist.group.WORLD
+    session = current_session()
+    with nullcontext() if session is None else session.patient_wait():
+        try:
+            return _poll(store, key, timeout, who)
+        except PeerError:
+            raise
+        except RuntimeError as error:  # the store is gone with the rank that served it
+            if (
+                session is None
+                or isinstance(error, CheckpointError)
+                or (found := session.explain(error)) is None
+            ):
+                raise
+            raise found from error
+
+
+def _poll(store: Any, key: str, timeout: float, who: str) -> bytes:
+    start, world = time.monotonic(), dist.group.WORLD
+    end = start + timeout
+    in_background = threading.current_thread() is not threading.main_thread()
+    told = 0.0
     while not store.check([key]):
         if dist.group.WORLD is not world:
             raise CheckpointError(
@@ -111,6 +164,11 @@ def _wait(store: Any, key: str, timeout: float, who: str) -> bytes:
                 why="It has died, or it is not saving or loading a checkpoint as the other ranks are.",
                 fix="Call save, async_save and load on all ranks, in the same order; see the output of that rank.",
             )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+        if (session := current_session()) is not None and session.fault is not None:
+            told = told or time.monotonic()
+            # a rank whose program has failed may still complete what it writes in the background
+            if not in_background or time.monotonic() - told > _BACKGROUND_SECONDS:
+                session.raise_fault()
+        # in proportion to the time that has passed, so that little of it is added
+        time.sleep(min(max((time.monotonic() - start) / 16, _SHORTEST_PAUSE), _LONGEST_PAUSE))
     return store.get(key)  # type: ignore[no-any-return]

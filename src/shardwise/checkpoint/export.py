@@ -16,16 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shardwise.checkpoint.agreement import compare_ranks, digests
+from shardwise.checkpoint.aside import aside_path
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.bits import bits_of
 from shardwise.checkpoint.description import describe_state
 from shardwise.checkpoint.errors import CheckpointError, CheckpointStateError
-from shardwise.checkpoint.exchange import Report, agree, failure, next_number
+from shardwise.checkpoint.exchange import Report, agree, failure, next_number, run_token
+from shardwise.checkpoint.metadata import checkpoint_path
+from shardwise.checkpoint.safetensors_file import header_bytes
 from shardwise.checkpoint.save_plan import Item, is_alone, plan_save, stored_of, this_rank, world_size
 from shardwise.checkpoint.saving import TIMEOUT
-from shardwise.checkpoint.write import aside_path, cell_of, sync_directory, write_errors
+from shardwise.checkpoint.write import cell_of, sync_directory, write_errors
 from shardwise.comm import is_simulated
-from shardwise.parallel.safetensors_file import header_bytes
 
 __all__ = ["export"]
 
@@ -67,36 +69,42 @@ def export(
     Ranks tell each other the outcome through the store of the process group; there are no collectives.
     """
     finish_pending()
-    export = _Export(Path(path).absolute(), dtype, timeout)
+    export = _Export(checkpoint_path(path), dtype, timeout)
     return export.run(state, shard_bytes)
 
 
 class _Export:
     def __init__(self, path: Path, dtype: torch.dtype | None, timeout: float) -> None:
         self.path, self.dtype, self.timeout = path, dtype, timeout
-        self.aside = aside_path(path / "export")
+        self.aside = path / ".export"
         self.headers: dict[str, bytes] = {}
         self.places: dict[str, _Place] = {}
         self.sizes: dict[str, int] = {}
 
     def run(self, state: nn.Module | Mapping[str, Any], shard_bytes: int) -> list[Path]:
-        first, second = next_number(), next_number()
+        first, second = next_number("export"), next_number("export")
         try:
             tensors = self._describe(state, shard_bytes)
             report: Report = digests(
-                {n: f"{stored_of(t).layout}" for n, t in tensors.items()}, str(self.path)
+                {n: f"{stored_of(t).layout}" for n, t in tensors.items()}, None, self.path
             )
-        except CheckpointError as error:
+        except Exception as error:
             report = failure(error, None if is_alone() else this_rank())
-        agree(first, report, self._create, self.timeout, is_alone())
+        self.aside = aside_path(self.path / "export", run_token(self.timeout, is_alone()))
         try:
-            with write_errors(self.path):
-                for rank in range(world_size()) if is_simulated() else [this_rank()]:
-                    self._write(rank, tensors)
-            report = {}
-        except CheckpointError as error:
-            report = failure(error, None if is_alone() else this_rank())
-        agree(second, report, self._commit, self.timeout, is_alone())
+            agree(first, report, self._create, self.timeout, is_alone())
+            try:
+                with write_errors(self.path):
+                    for rank in range(world_size()) if is_simulated() else [this_rank()]:
+                        self._write(rank, tensors)
+                report = {}
+            except Exception as error:
+                report = failure(error, None if is_alone() else this_rank())
+            agree(second, report, self._commit, self.timeout, is_alone())
+        except CheckpointError:
+            if this_rank() == 0:
+                shutil.rmtree(self.aside, ignore_errors=True)
+            raise
         return [self.path / name for name in self.headers]
 
     def _describe(self, state: nn.Module | Mapping[str, Any], shard_bytes: int) -> Mapping[str, Tensor]:
@@ -104,6 +112,12 @@ class _Export:
         described = describe_state(state)
         names = {*described.tensors, *described.aliases}
         plain = [] if not isinstance(described.tree, dict) else [k for k in described.tree if k not in names]
+        if "__metadata__" in names:
+            raise CheckpointStateError(
+                "export got a tensor with the name '__metadata__'.",
+                why="Headers of safetensors files have other things under this key.",
+                fix="Rename it.",
+            )
         if not described.tensors or plain:
             raise CheckpointStateError(
                 f"export got values that are not tensors: {plain[:10] or described.tree}.",

@@ -44,9 +44,13 @@ class Grid:
 
     def box(self, cell: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The offset and the shape of a cell."""
-        at = np.unravel_index(cell, self.shape) if self.cuts else ()
-        offset = tuple(int(c[i]) for c, i in zip(self.cuts, at, strict=True))
-        return offset, tuple(int(c[i + 1] - c[i]) for c, i in zip(self.cuts, at, strict=True))
+        offset, shape = [], []
+        for cuts in reversed(self.cuts):
+            cell, at = divmod(cell, len(cuts) - 1)
+            begin, end = int(cuts[at]), int(cuts[at + 1])
+            offset.append(begin)
+            shape.append(end - begin)
+        return tuple(reversed(offset)), tuple(reversed(shape))
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +14,12 @@ from torch import Tensor
 from shardwise.checkpoint.agreement import compare_ranks, digests
 from shardwise.checkpoint.bits import bits_of, empty_bits, tensor_of
 from shardwise.checkpoint.checksum import MODULUS
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from shardwise.checkpoint.exchange import Report, agree, failure, next_number
-from shardwise.checkpoint.metadata import METADATA, StoredTensor, resolve_path
+from shardwise.checkpoint.metadata import METADATA, StoredTensor, resolve_path, version_at
 from shardwise.checkpoint.random_state import set_random_position
 from shardwise.checkpoint.read import Part, Reader, parts_of
-from shardwise.checkpoint.restore import plan_restore
+from shardwise.checkpoint.restore import Restoration, plan_restore
 from shardwise.checkpoint.save_plan import (
     block_on,
     coord_on,
@@ -38,7 +39,7 @@ __all__ = ["Loading", "open_checkpoint", "read_into", "wanted_parts"]
 
 def open_checkpoint(path: Path) -> Reader:
     """The reader of a checkpoint of ours, or of one that torch.distributed.checkpoint has written."""
-    if not (path / METADATA).exists() and (path / TORCH_METADATA).exists():
+    if not os.path.exists(path / METADATA) and os.path.exists(path / TORCH_METADATA):
         return TorchReader.of(path)
     return Reader.of(path)
 
@@ -47,34 +48,30 @@ class Loading:
     """A load; it counts the bytes that this process reads."""
 
     def __init__(self, path: Path, strict: bool = True, timeout: float = TIMEOUT) -> None:
+        self._asked = path
         self.path, self.strict, self.timeout = resolve_path(path), strict, timeout
-        self.number = next_number()
+        self.number = next_number("load")
         self.reader: Reader | None = None
 
     def run(self, into: Any, random: bool) -> Any:
         """Read, agree with the other ranks that all is well, and set what is not a tensor."""
         plan, after = None, None
+        cause: Exception | None = None
         try:
-            self.reader = reader = open_checkpoint(self.path)
-            try:
-                plan, after = plan_restore(into, reader.metadata.tree, reader.stored, self.strict, self.path)
-                for name, target in plan.tensors:
-                    for rank in (
-                        range(world_size())
-                        if isinstance(target, DTensor) and is_simulated()
-                        else [this_rank()]
-                    ):
-                        read_into(reader, name, target, rank)
-            finally:
-                reader.close()
-            keys = {n: str(stored_of(t).layout) for n, t in plan.tensors}
-            report: Report = {
-                "partial": [[*key, *sums] for key, sums in reader.partial.items()],
-                **digests({} if into is None else keys, [str(self.path), into is None]),
-            }
+            self.reader = open_checkpoint(self.path)
+            plan, after = self._read(self.reader, into)
+            report = self._report(self.reader, plan, into)
+        except Exception as error:
+            report, cause = (
+                failure(self._replaced(error) or error, None if is_alone() else this_rank()),
+                error,
+            )
+        try:
+            agree(self.number, report, self._check, self.timeout, is_alone())
         except CheckpointError as error:
-            report = failure(error, None if is_alone() else this_rank())
-        agree(self.number, report, self._check, self.timeout, is_alone())
+            if cause is None or isinstance(cause, CheckpointError):
+                raise
+            raise error from cause
         if plan is None or self.reader is None:
             raise RuntimeError("unreachable: a failed report raises")
         for setter in plan.setters:
@@ -83,7 +80,37 @@ class Loading:
             set_random_position(self.reader.metadata.random)
         return after
 
+    def _read(self, reader: Reader, into: Any) -> tuple[Restoration, Any]:
+        """Fill the tensors of this process; what is to be set then, and the state."""
+        try:
+            plan, after = plan_restore(into, reader.metadata.tree, reader.stored, self.strict, self.path)
+            for name, target in plan.tensors:
+                all_ranks = isinstance(target, DTensor) and is_simulated()
+                for rank in range(world_size()) if all_ranks else [this_rank()]:
+                    read_into(reader, name, target, rank)
+        finally:
+            reader.close()
+        return plan, after
+
+    def _report(self, reader: Reader, plan: Restoration, into: Any) -> Report:
+        keys = {n: str(stored_of(t).layout) for n, t in plan.tensors}
+        return {
+            "partial": [[*key, *sums] for key, sums in reader.partial.items()],
+            "version": reader.metadata.version,
+            **digests({} if into is None else keys, into is None, self.path),
+        }
+
+    def _replaced(self, error: Exception) -> CheckpointError | None:
+        """The error for a checkpoint that was replaced while it was read, rather than damaged or not there."""
+        if not isinstance(error, CorruptCheckpointError | NoCheckpointError):
+            return None
+        read = "" if self.reader is None else self.reader.metadata.version
+        now = version_at(resolve_path(self._asked))
+        return replaced_error(self._asked) if now not in ("", read) else None
+
     def _check(self, reports: Sequence[Report]) -> Report:
+        if len({r["version"] for r in reports}) > 1:
+            raise replaced_error(self._asked)
         compare_ranks(reports, "load")
         totals: dict[tuple[str, int], tuple[int, int]] = {}
         for name, cell, found, expected in (p for r in reports for p in r["partial"]):
@@ -92,6 +119,15 @@ class Loading:
             if found != expected and self.reader is not None:
                 raise self.reader.damaged_cell(name, cell)
         return {}
+
+
+def replaced_error(path: Path) -> CheckpointError:
+    """The error for a checkpoint that another one took the place of while it was being read."""
+    return CheckpointError(
+        f"The checkpoint {path} was replaced while it was being loaded.",
+        why="Another run, or a save in the background, wrote to the same path.",
+        fix="Load it again when it is complete; give each checkpoint a path of its own, as CheckpointManager does.",
+    )
 
 
 class PartReader(Protocol):
@@ -138,5 +174,5 @@ def wanted_parts(stored: StoredTensor, target: Tensor, rank: int) -> list[Part]:
 
 def _answers(target: Tensor, coord: Sequence[int], rank: int) -> bool:
     """Whether this rank is the first of those that hold its block."""
-    layout, ranks, _ = stored_of(target)
+    layout, ranks, *_ = stored_of(target)
     return rank in ranks[0].tolist() and all(c == 0 for a, c in enumerate(coord) if a not in layout.sharded)

@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.checkpoint.api import latest, load
+from shardwise.checkpoint.aside import aside_path
 from shardwise.checkpoint.background import finish_pending, start
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.metadata import checkpoint_number, complete_in
+from shardwise.checkpoint.metadata import checkpoint_number, checkpoint_path, complete_in
 from shardwise.checkpoint.saving import TIMEOUT, Saving
 from shardwise.checkpoint.staging import release_memory
-from shardwise.checkpoint.write import aside_path
 
 __all__ = ["CheckpointManager"]
 
@@ -52,7 +52,7 @@ class CheckpointManager:
                 why="At least one checkpoint is kept, and steps are counted in whole numbers.",
                 fix="CheckpointManager(path, keep=3, every=100)",
             )
-        self.path, self.keep, self.every = Path(path).absolute(), keep, every
+        self.path, self.keep, self.every = checkpoint_path(path), keep, every
         self._background, self._timeout = background, timeout
 
     def save(self, state: Any, step: int) -> None:
@@ -101,7 +101,7 @@ class CheckpointManager:
         """Remove old checkpoints and what interrupted saves have left; on rank 0, when a new checkpoint is there."""
         for path in self.checkpoints()[: -self.keep]:
             # first the name goes, so that one that is removed in part is never taken for a checkpoint
-            path.rename(aside_path(path))
+            path.rename(aside_path(path, "removed"))
         for left in self.path.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
 

@@ -16,9 +16,19 @@ import torch
 
 from shardwise.checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from shardwise.checkpoint.grid import Grid
-from shardwise.parallel.safetensors_file import dtype_named
+from shardwise.checkpoint.safetensors_file import dtype_named
 
-__all__ = ["METADATA", "File", "Metadata", "StoredTensor", "read_metadata", "resolve_path", "write_synced"]
+__all__ = [
+    "METADATA",
+    "File",
+    "Metadata",
+    "StoredTensor",
+    "checkpoint_path",
+    "read_metadata",
+    "resolve_path",
+    "version_at",
+    "write_synced",
+]
 
 METADATA = "checkpoint.json"
 VERSION = 1
@@ -36,23 +46,54 @@ class File(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint: its dtype, its shape, its cells, and the number of the file that has each cell."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        grid: its cells.
+        files: the number of the file that has each cell.
+        is_plain: it was no DTensor when it was saved, as far as that is known.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     grid: Grid
     files: list[int]
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The contents of a checkpoint: a tree of values, its tensors, other names of tensors, files, and the random stream."""
+    """The contents of a checkpoint.
+
+    Attributes:
+        tree: the values.
+        tensors: the tensors by name.
+        aliases: other names of tensors.
+        files: the data files.
+        random: the position of the random stream.
+        version: differs between checkpoints that are saved one after the other at one path.
+    """
 
     tree: Any
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     files: tuple[File, ...]
     random: Mapping[str, int] | None
+    version: str = ""
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """The directory that a path means, without symbolic links: what takes its place is written beside it."""
+    try:
+        return Path(path).resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte, or links that lead to each other
+        raise NoCheckpointError(
+            f"There can be no checkpoint at {str(path)!r}: {error}.",
+            why="It is not the path of a directory.",
+            fix="Pass the path of a directory.",
+        ) from error
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -71,9 +112,9 @@ def metadata_bytes(content: Mapping[str, Any]) -> bytes:
 
 def resolve_path(path: Path) -> Path:
     """The directory of the checkpoint at a path: while it is being replaced, that of the one before."""
-    if not (path / METADATA).exists():
+    if not os.path.exists(path / METADATA):  # false for paths that cannot be
         before = old_path(path)
-        if (before / METADATA).exists():
+        if os.path.exists(before / METADATA):
             return before
     return path
 
@@ -97,13 +138,9 @@ def read_metadata(path: Path) -> Metadata:
         ) from error
     except OSError as error:
         raise corrupt(path, f"{METADATA} cannot be read: {error}") from error
-    begin = len(_PREFIX) + 64 + len(_MIDDLE)
-    text = data[begin : -len(_END)]
-    expected = _PREFIX + hashlib.sha256(text).hexdigest().encode() + _MIDDLE
-    if data[:begin] != expected or not data.endswith(_END):
-        raise corrupt(path, f"{METADATA} does not match its checksum")
+    text = _checked_text(path, data)
     try:
-        return _parse(json.loads(text))
+        return _parse(json.loads(text), hashlib.sha256(text).hexdigest())
     except (
         ValueError,
         TypeError,
@@ -116,7 +153,25 @@ def read_metadata(path: Path) -> Metadata:
         raise corrupt(path, f"{METADATA} is not valid: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _parse(found: Any) -> Metadata:
+def version_at(path: Path) -> str:
+    """The version of the checkpoint that is at a path now; empty if there is none that can be read."""
+    try:
+        return hashlib.sha256(_checked_text(path, (path / METADATA).read_bytes())).hexdigest()
+    except (OSError, CorruptCheckpointError):
+        return ""
+
+
+def _checked_text(path: Path, data: bytes) -> bytes:
+    """The content of `checkpoint.json`, which matches its checksum."""
+    begin = len(_PREFIX) + 64 + len(_MIDDLE)
+    text = data[begin : -len(_END)]
+    expected = _PREFIX + hashlib.sha256(text).hexdigest().encode() + _MIDDLE
+    if data[:begin] != expected or not data.endswith(_END):
+        raise corrupt(path, f"{METADATA} does not match its checksum")
+    return text
+
+
+def _parse(found: Any, version: str) -> Metadata:
     if found["format"] != "shardwise" or found["version"] != VERSION:
         raise ValueError(
             f"format {found['format']!r}, version {found['version']!r}, not 'shardwise', {VERSION}"
@@ -132,7 +187,7 @@ def _parse(found: Any) -> Metadata:
     random = found["random"]
     if random is not None:
         random = {k: int(random[k]) for k in ("seed", "position", "agreed")}
-    return Metadata(found["state"], tensors, aliases, files, random)
+    return Metadata(found["state"], tensors, aliases, files, random, version)
 
 
 def _parse_tensor(name: str, found: Any, files: int) -> StoredTensor:
@@ -147,7 +202,8 @@ def _parse_tensor(name: str, found: Any, files: int) -> StoredTensor:
             raise ValueError(f"tensor {name!r} of shape {shape} is cut at {along.tolist()[:8]}")
     if len(numbers) != math.prod(len(c) - 1 for c in cuts) or any(not 0 <= n < files for n in numbers):
         raise ValueError(f"tensor {name!r} has {len(numbers)} cells in files of {files}")
-    return StoredTensor(dtype, shape, Grid(cuts, np.empty((len(numbers), 0), np.int64)), numbers)
+    grid = Grid(cuts, np.empty((len(numbers), 0), np.int64))
+    return StoredTensor(dtype, shape, grid, numbers, found.get("plain") is True)
 
 
 def grid_of_chunks(

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from shardwise.checkpoint.checksum import MODULUS, box_sum
 from shardwise.checkpoint.metadata import Metadata, StoredTensor, corrupt, read_metadata
+from shardwise.checkpoint.safetensors_file import Entry, parse_header, read_header
 from shardwise.checkpoint.save_plan import Item
 from shardwise.layout import LayoutError
-from shardwise.parallel.safetensors_file import Entry, parse_header, read_header
 
 __all__ = ["Part", "Partial", "Reader", "parts_of"]
 

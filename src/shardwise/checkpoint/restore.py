@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.api.factories import empty
 from shardwise.checkpoint.description import clean_key, parameter_names, parameter_numbers
 from shardwise.checkpoint.errors import CheckpointMismatchError
 from shardwise.checkpoint.metadata import StoredTensor
 from shardwise.checkpoint.values import children, decode, is_plain, tensor_name
+from shardwise.layout import Replicate, Shard
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["Restoration", "plan_restore"]
@@ -186,18 +188,31 @@ class Restoration:
             )
 
     def _parameter_state(self, parameter: Tensor, stored: Any) -> dict[str, Any]:
-        """New tensors for the state of a parameter; those of its shape are laid out as it is."""
+        """New tensors for the state of a parameter; those of its shape are laid out as it is, others that were split are split."""
 
         def tensor(name: str) -> Any:
             known = self.find(name)
-            if known is None or not isinstance(parameter, DTensor) or known.shape != tuple(parameter.shape):
+            is_alike = known is not None and known.shape == tuple(parameter.shape)
+            if known is None or not isinstance(parameter, DTensor) or (known.is_plain and not is_alike):
                 return self._whole(name)
-            out = torch.empty_like(parameter, dtype=known.dtype, requires_grad=False)
+            if is_alike:
+                out = torch.empty_like(parameter, dtype=known.dtype, requires_grad=False)
+            else:
+                out = _split_like(parameter, known)
             self.tensors.append((name, out))
             return out
 
         with torch.no_grad():
             return {k: decode(v, tensor) for k, v in (children(stored) or {}).items()}
+
+
+def _split_like(parameter: DTensor, stored: StoredTensor) -> DTensor:
+    """A new tensor of another shape than the parameter, split over the same axes along the dim that the checkpoint has in parts."""
+    cut = next((d for d, cuts in enumerate(stored.grid.cuts) if len(cuts) > 2), None)
+    placements = [
+        Replicate() if cut is None or p.is_replicate() else Shard(cut) for p in parameter.placements
+    ]
+    return empty(stored.shape, dtype=stored.dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
 def plan_restore(
@@ -211,7 +226,7 @@ def plan_restore(
         more = f"\n    ... and {len(plan.problems) - 20} more" if len(plan.problems) > 20 else ""
         raise CheckpointMismatchError(
             f"The checkpoint {source} does not fit the state:{listed}{more}",
-            why="Each value is loaded from the one at the same place in the state that was saved; nothing was changed.",
+            why="Each value is loaded from the one at the same place in the state that was saved; nothing was changed on the ranks that it does not fit.",
             fix="Load into a state of the same form, or load(..., strict=False) for the keys that both have.",
         )
     return plan, after

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.grid import I64, Grid, assign_writers, grid_of
+from shardwise.checkpoint.safetensors_file import dtype_name
 from shardwise.comm import PerRank, coord_of, is_simulated, members_of, siblings_of
 from shardwise.layout import Axes, Layout, owned
-from shardwise.parallel.safetensors_file import dtype_name
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = [
@@ -34,12 +34,24 @@ __all__ = [
 ]
 
 
+_RESERVED = "__metadata__"
+"""The key of a header that is no tensor."""
+
+
 class Stored(NamedTuple):
-    """A tensor to be stored: its layout, the ranks of its mesh (a row for each sibling of a sub-mesh), and its dtype."""
+    """A tensor to be stored.
+
+    Attributes:
+        layout: its layout.
+        ranks: those of its mesh, a row for each sibling of a sub-mesh.
+        dtype: its dtype.
+        is_plain: it is no DTensor.
+    """
 
     layout: Layout
     ranks: I64
     dtype: torch.dtype
+    is_plain: bool = False
 
 
 class Item(NamedTuple):
@@ -53,7 +65,7 @@ class Item(NamedTuple):
     def name_in_file(self, cells: int) -> str:
         """The name of the cell in its file: that of the tensor where it is whole, else with its indices."""
         if cells == 1:
-            return self.name
+            return self.name if self.name != _RESERVED else f"{self.name}[]"
         return (
             f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.offset, self.shape, strict=True))}]"
         )
@@ -93,6 +105,7 @@ class SavePlan:
                 "shape": list(stored.layout.shape),
                 "cuts": [c.tolist() for c in self.grids[name].cuts],
                 "files": self.writers[name].tolist(),
+                **({"plain": True} if stored.is_plain else {}),
             }
             for name, stored in self.stored.items()
         }
@@ -134,7 +147,8 @@ def stored_of(tensor: Tensor) -> Stored:
     if isinstance(tensor, DTensor):
         return Stored(tensor.sharding, np.array(siblings_of(tensor.device_mesh), np.int64), tensor.dtype)
     axes = Axes((world_size(),), ("rank",))
-    return Stored(Layout.replicated(tuple(tensor.shape), axes), np.arange(world_size())[None], tensor.dtype)
+    layout = Layout.replicated(tuple(tensor.shape), axes)
+    return Stored(layout, np.arange(world_size())[None], tensor.dtype, is_plain=True)
 
 
 def coord_on(tensor: Tensor, rank: int) -> Sequence[int] | None:

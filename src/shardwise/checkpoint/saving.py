@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.agreement import compare_ranks, digests
+from shardwise.checkpoint.aside import aside_path, remove_left_files
 from shardwise.checkpoint.description import describe_state
 from shardwise.checkpoint.errors import CheckpointError, CheckpointStateError
-from shardwise.checkpoint.exchange import Report, agree, failure, next_number
+from shardwise.checkpoint.exchange import Report, agree, failure, next_number, run_token
 from shardwise.checkpoint.random_state import random_position
 from shardwise.checkpoint.save_plan import (
     SavePlan,
@@ -22,7 +24,7 @@ from shardwise.checkpoint.save_plan import (
     world_size,
 )
 from shardwise.checkpoint.staging import Staged, bits_in, stage
-from shardwise.checkpoint.write import aside_path, commit, write_errors, write_rank
+from shardwise.checkpoint.write import commit, write_errors, write_rank
 from shardwise.comm import is_simulated
 
 __all__ = ["TIMEOUT", "Saving"]
@@ -43,8 +45,9 @@ class Saving:
     def __init__(
         self, state: Any, path: Path, timeout: float, after: Callable[[], object] | None = None
     ) -> None:
-        self.path, self.timeout, self.after = Path(path).absolute(), timeout, after
-        self.number, self.alone, self.rank = next_number(), is_alone(), this_rank()
+        self.path, self.timeout, self.after = path, timeout, after
+        self.aside: Path | None = None
+        self.number, self.alone, self.rank = next_number("save"), is_alone(), this_rank()
         self.ranks = range(world_size()) if is_simulated() else [self.rank]
         self.tensors: Mapping[str, Tensor] = {}
         self.staged: dict[int, Staged] = {}
@@ -78,21 +81,36 @@ class Saving:
 
     def run(self) -> None:
         """Write the data of this rank, and wait until the checkpoint is there."""
-        reports: list[Report] = []
+        cause: Exception | None = None
         try:
             if self.error is not None:
                 raise self.error
-            with write_errors(self.path):
-                for rank in self.ranks:
-                    staged = self.staged.pop(rank, None)
-                    cells = bits_in(self.tensors, rank) if staged is None else staged.cells
-                    reports.append(write_rank(self.plan, rank, aside_path(self.path), cells))
-                    if staged is not None:
-                        staged.give_back()
-            report = {"reports": reports, **self._digests()}
+            report = {"reports": self._write(), **self._digests()}
+        except Exception as error:
+            report, cause = failure(error, None if self.alone else self.rank), error
+        try:
+            agree(self.number, report, self._commit, self.timeout, self.alone)
         except CheckpointError as error:
-            report = failure(error, None if self.alone else self.rank)
-        agree(self.number, report, self._commit, self.timeout, self.alone)
+            if self.rank == 0 and self.aside is not None:
+                shutil.rmtree(self.aside, ignore_errors=True)  # the next save may need the room
+            if cause is None or isinstance(cause, CheckpointError):
+                raise
+            raise error from cause
+
+    def _write(self) -> list[Report]:
+        """Write the files of this process aside."""
+        reports: list[Report] = []
+        self.aside = aside_path(self.path, run_token(self.timeout, self.alone))
+        with write_errors(self.path):
+            if self.rank == 0:
+                remove_left_files(self.path, keep_unknown=True)
+            for rank in self.ranks:
+                staged = self.staged.pop(rank, None)
+                cells = bits_in(self.tensors, rank) if staged is None else staged.cells
+                reports.append(write_rank(self.plan, rank, self.aside, cells))
+                if staged is not None:
+                    staged.give_back()
+        return reports
 
     def _digests(self) -> Report:
         random = self.content[
@@ -100,13 +118,15 @@ class Saving:
         ]  # before the ranks have agreed on a seed, that of rank 0 is the one that counts
         same = self.content if random["agreed"] else {**self.content, "random": random["position"]}
         keys = {n: f"{s.dtype} {s.layout}" for n, s in self.plan.stored.items()}
-        return digests(keys, [same, str(self.path)])
+        return digests(keys, same, self.path)
 
     def _commit(self, reports: Sequence[Report]) -> Report:
         compare_ranks(reports, "save")
         files = [f for r in reports for f in r["reports"]]
+        if self.aside is None:
+            raise RuntimeError("unreachable: this rank has reported what it wrote")
         with write_errors(self.path):
-            commit(self.path, {**self.content, "tensors": self.plan.metadata}, files)
+            commit(self.path, self.aside, {**self.content, "tensors": self.plan.metadata}, files)
             if self.after is not None:
                 self.after()
         return {}

@@ -26,15 +26,16 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
+from shardwise.checkpoint.aside import aside_path, own_token
 from shardwise.checkpoint.bits import bits_of, empty_bits, tensor_of
 from shardwise.checkpoint.loading import open_checkpoint
-from shardwise.checkpoint.metadata import grid_of_chunks, resolve_path
+from shardwise.checkpoint.metadata import checkpoint_path, grid_of_chunks, resolve_path
 from shardwise.checkpoint.read import Part, Reader
+from shardwise.checkpoint.safetensors_file import dtype_name
 from shardwise.checkpoint.save_plan import Item
 from shardwise.checkpoint.torch_format import tree_of
 from shardwise.checkpoint.values import TAG, children, decode, encode, tensor_name
-from shardwise.checkpoint.write import aside_path, commit, file_name, write_errors, write_file
-from shardwise.parallel.safetensors_file import dtype_name
+from shardwise.checkpoint.write import commit, file_name, write_errors, write_file
 
 __all__ = ["StorageReader", "StorageWriter"]
 
@@ -47,12 +48,12 @@ class StorageWriter(storage.StorageWriter):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()
+        self.path = checkpoint_path(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new checkpoint."""
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id).absolute()
+            self.path = checkpoint_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: each rank makes the directory when it writes."""
@@ -62,12 +63,14 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans with the number of the file that each rank writes."""
-        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        """The plans with the number of the file that each rank writes, and the token of this run."""
+        token = own_token()
+        return [dataclasses.replace(plan, storage_data=(rank, token)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
         """Write the chunks of this rank into one file; values are passed to the coordinator in JSON."""
-        aside, number = aside_path(self.path), int(plan.storage_data)
+        number, token = plan.storage_data
+        aside = aside_path(self.path, token)
         tensors = [i for i in plan.items if i.type != WriteItemType.BYTE_IO]
         tensors.sort(key=lambda i: -_data(i).properties.dtype.itemsize)
         with write_errors(self.path):
@@ -111,7 +114,12 @@ class StorageWriter(storage.StorageWriter):
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         tree = tree_of({tuple(paths.get(name, (name,))): value for name, value in values.items()})
         with write_errors(self.path):
-            commit(self.path, {"state": tree, "aliases": {}, "random": None, "tensors": tensors}, reports)
+            commit(
+                self.path,
+                aside_path(self.path, own_token()),
+                {"state": tree, "aliases": {}, "random": None, "tensors": tensors},
+                reports,
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -141,14 +149,14 @@ class StorageReader(storage.StorageReader):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()
+        self.path = checkpoint_path(path)
         self._reader: Reader | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to read a checkpoint."""
         self._reader = None
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id).absolute()
+            self.path = checkpoint_path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """The metadata in torch's form."""

@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.checkpoint.aside import remove_left_files
 from shardwise.checkpoint.checksum import box_sum
 from shardwise.checkpoint.errors import CheckpointWriteError
 from shardwise.checkpoint.exchange import Report
 from shardwise.checkpoint.metadata import METADATA, metadata_bytes, old_path, write_synced
+from shardwise.checkpoint.safetensors_file import header_bytes
 from shardwise.checkpoint.save_plan import Item, SavePlan, block_on, coord_on, positions
-from shardwise.parallel.safetensors_file import header_bytes
 
 __all__ = [
-    "aside_path",
     "cell_of",
     "commit",
     "file_name",
@@ -39,11 +39,6 @@ Cells = Callable[[Item], NDArray[Any]]
 def file_name(rank: int) -> str:
     """The name of a rank's data file."""
     return f"data-{rank:05d}.safetensors"
-
-
-def aside_path(path: Path) -> Path:
-    """Where a checkpoint is written before it takes its place."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def cell_of(tensor: Tensor, item: Item, rank: int) -> Tensor:
@@ -129,9 +124,8 @@ def _write(descriptor: int, data: Any) -> int:
     return total
 
 
-def commit(path: Path, content: dict[str, Any], reports: Sequence[Report]) -> None:
-    """Make the files in `aside_path(path)` the checkpoint at `path`, in one step."""
-    aside = aside_path(path)
+def commit(path: Path, aside: Path, content: dict[str, Any], reports: Sequence[Report]) -> None:
+    """Make the files in `aside` the checkpoint at `path`, in one step."""
     numbers = {rank: i for i, rank in enumerate(r for r, f in enumerate(reports) if f["file"])}
     files = [{"name": f["file"], "bytes": f["bytes"], "header": f["header"]} for f in reports if f["file"]]
     tensors = {
@@ -153,6 +147,7 @@ def commit(path: Path, content: dict[str, Any], reports: Sequence[Report]) -> No
     aside.rename(path)
     sync_directory(path.parent)
     shutil.rmtree(before, ignore_errors=True)
+    remove_left_files(path, keep_unknown=False)
 
 
 def sync_directory(path: Path) -> None:

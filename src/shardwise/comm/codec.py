@@ -18,6 +18,7 @@ __all__ = [
     "divide_in_place",
     "divided",
     "identity_value",
+    "mean_codec",
     "move_codec",
     "reduce_all",
     "reduce_codec",
@@ -136,6 +137,23 @@ def reduce_codec(dtype: torch.dtype, op: str) -> Codec:
     return Codec(_same, _same, op)
 
 
+def mean_codec(dtype: torch.dtype, op: str, mean: int) -> tuple[Codec, float]:
+    """The codec for values that are reduced by `op` and then divided by `mean`, and what is left to divide by.
+
+    Terms in half precision are divided by a power of 2 before they are added, which is exact: their sum may be too large
+    for the dtype although their mean is not.
+
+    >>> codec, left = mean_codec(torch.float16, "sum", 3)
+    >>> codec.encode(torch.tensor([60000.0], dtype=torch.float16)), left
+    (tensor([15000.], dtype=torch.float16), 0.75)
+    """
+    codec = reduce_codec(dtype, op)
+    if mean == 1 or dtype not in (torch.float16, torch.complex32):
+        return codec, mean
+    by = 1 << (mean - 1).bit_length()
+    return codec._replace(encode=lambda t: codec.encode(t) / by), mean / by
+
+
 def _as_complex(t: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(t.view(-1, 2)).to(dtype)
 
@@ -169,12 +187,12 @@ def scaled(t: Tensor, by: float) -> Tensor:
     return t * by if wide is t.dtype else (t.to(wide) * by).to(t.dtype)
 
 
-def divided(t: Tensor, by: int) -> Tensor:
+def divided(t: Tensor, by: float) -> Tensor:
     """A tensor divided by a number, in the dtype of the tensor."""
     return t if by == 1 else (t.to(_compute(t.dtype)) / by).to(t.dtype)
 
 
-def divide_in_place(t: Tensor, by: int) -> Tensor:
+def divide_in_place(t: Tensor, by: float) -> Tensor:
     """Divide a tensor that belongs to the caller; returned, in its own memory where torch has arithmetic for its dtype."""
     in_place = type(t) is Tensor and (t.dtype.is_floating_point or t.is_complex())
     return t.div_(by) if by != 1 and in_place and _compute(t.dtype) is t.dtype else divided(t, by)
@@ -198,9 +216,10 @@ def reduce_all(parts: list[Tensor], op: str) -> Tensor:
     return reduce_rows(torch.stack([p.reshape(-1) for p in parts]), op).view(parts[0].shape)
 
 
-def reduce_rows(rows: Tensor, op: str) -> Tensor:
-    """The reduction of the rows of a matrix in their order, in their dtype."""
+def reduce_rows(rows: Tensor, op: str, by: float = 1) -> Tensor:
+    """The reduction of the rows of a matrix in their order, in their dtype; each is divided by `by` before."""
     codec = reduce_codec(rows.dtype, op)
+    rows = divided(rows, by)
     flat = codec.encode(rows.reshape(-1))
     stack = flat.view(len(rows), flat.numel() // len(rows))
     match codec.op:

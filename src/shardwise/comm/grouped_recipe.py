@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.box_copy import Boxes, Run, boxes_in_source, boxes_in_target
-from shardwise.comm.codec import Codec, divide_in_place, divided, move_codec, reduce_codec, reduce_rows
+from shardwise.comm.codec import Codec, divide_in_place, divided, mean_codec, move_codec, reduce_rows
 from shardwise.comm.mesh import Coord
 from shardwise.comm.recipe import recipe_for
 from shardwise.layout import block_shape, contiguous_stride
@@ -264,17 +264,24 @@ def _means(step: GroupedStep) -> list[int]:
     ]  # fmt: skip
 
 
-def _views(step: GroupedStep, me: Coord, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
-    """The results of a reduction: views of what was received, divided where the reduction is a mean."""
+def _views(
+    step: GroupedStep, me: Coord, dtype: torch.dtype, already: float
+) -> Callable[[Tensor], list[Tensor]]:
+    """The results of a reduction: views of what was received, divided where the reduction is a mean.
+
+    They are divided by `already`.
+    """
     results, means = _results(step, me, [dtype] * len(step.members), dtype.itemsize), _means(step)
-    if len(set(means)) == 1:
-        mean = means[0]
-        return lambda reduced: results.of(divide_in_place(reduced, mean))
-    return lambda reduced: [divided(p, mean) for p, mean in zip(results.of(reduced), means, strict=True)]
+    left = [mean / already for mean in means]
+    if len(set(left)) == 1:
+        return lambda reduced: results.of(divide_in_place(reduced, left[0]))
+    return lambda reduced: [divided(p, by) for p, by in zip(results.of(reduced), left, strict=True)]
 
 
 def _all_reduce(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedRecipe:
-    codec, means = reduce_codec(dtype, step.op), set(_means(step))
+    means = set(_means(step))
+    codec, left = mean_codec(dtype, step.op, max(means))
+    views = _views(step, me, dtype, max(means) / left)
     results = _results(step, me, [dtype] * len(step.members), dtype.itemsize)
     mean = means.pop() if len(means) == 1 else 1
     # a power of 2 divides exactly before the reduction, too, while the blocks are in the cache
@@ -285,7 +292,6 @@ def _all_reduce(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedReci
             lambda received, _: results.of(received),
             codec,
         )
-    views = _views(step, me, dtype)
     return GroupedRecipe(
         "all_reduce", lambda blocks: flattened(blocks, dtype), lambda received, _: views(received), codec
     )
@@ -304,20 +310,20 @@ def _flattened_and_divided(blocks: _Blocks, results: _Results, dtype: torch.dtyp
 
 def _reduce_scatter(step: GroupedStep, me: Coord, dtype: torch.dtype) -> GroupedRecipe:
     leaving = [boxes_in_source(m.step.source, m.step.target, me, step.axes) for m in step.members]
-    going, views = _chunks(leaving), _views(step, me, dtype)
+    going, mean = _chunks(leaving), max(_means(step))
+    codec, left = mean_codec(dtype, step.op, mean)
+    views = _views(step, me, dtype, mean / left)
 
     def pack(blocks: _Blocks) -> Tensor:
         return going.pack([b.contiguous() for b in blocks], dtype)
 
     if all(len(set(b.counts)) == 1 for b in leaving):
-        return GroupedRecipe(
-            "reduce_scatter", pack, lambda received, _: views(received), reduce_codec(dtype, step.op)
-        )
+        return GroupedRecipe("reduce_scatter", pack, lambda received, _: views(received), codec)
     peers = step.group_size
     mine = sum(math.prod(block_shape(m.step.target, me)) for m in step.members)
 
     # Blocks differ in size: send each peer exactly its part and reduce here, in the order of the ranks.
     def reduce(received: Tensor, _: _Blocks) -> list[Tensor]:
-        return views(reduce_rows(received.view(peers, mine), step.op))
+        return views(reduce_rows(received.view(peers, mine), step.op, mean / left))
 
     return _all_to_all(step, me, pack, reduce, going, (mine,) * peers, dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+
+from shardwise.torch_internals.process_groups import ranks_are_threads
 
 __all__ = ["Ledger", "Sent", "counting", "is_counting", "record"]
 
@@ -33,6 +36,8 @@ class Ledger:
     entries: list[Sent] = field(default_factory=list)
     observer: Callable[[Sent], None] | None = None
     """Called with each entry."""
+    thread: int | None = None
+    """The thread whose collectives are counted, where each rank is a thread; else those of all threads."""
 
     @property
     def collectives(self) -> int:
@@ -57,7 +62,7 @@ def counting(observer: Callable[[Sent], None] | None = None) -> Iterator[Ledger]
     >>> ledger.collectives
     0
     """
-    ledger = Ledger(observer=observer)
+    ledger = Ledger(observer=observer, thread=threading.get_ident() if ranks_are_threads() else None)
     _open.append(ledger)
     try:
         yield ledger
@@ -71,8 +76,10 @@ def is_counting() -> bool:
 
 
 def record(entry: Sent) -> None:
-    """Add an entry to each open ledger."""
+    """Add an entry to each open ledger of this rank."""
     for ledger in _open:
+        if ledger.thread is not None and ledger.thread != threading.get_ident():
+            continue
         ledger.entries.append(entry)
         if ledger.observer is not None:
             ledger.observer(entry)

@@ -226,7 +226,7 @@ def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()  # by the group of the world in which they were created
-_locks: dict[tuple[int, ...], threading.Lock] = {}
+_locks: dict[tuple[int, tuple[int, ...]], threading.Lock] = {}
 
 
 def _group_in_order(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -237,7 +237,7 @@ def _group_in_order(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if ranks == tuple(range(dist.get_world_size())):
         return world
     # a lock per group: creating one waits for its members, which may be creating another in another thread
-    with _locks.setdefault(ranks, threading.Lock()):
+    with _locks.setdefault((id(world), ranks), threading.Lock()):
         known = _groups.setdefault(world, {})
         if ranks not in known:
             known[ranks] = create_group("shardwise_" + "_".join(map(str, ranks)), ranks)

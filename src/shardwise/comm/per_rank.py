@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.torch_internals.collectives import collective_name
 from shardwise.torch_internals.patches import is_wrapped_by_transform
-from shardwise.torch_internals.subclass import make_wrapper
+from shardwise.torch_internals.subclass import make_wrapper, without_torch_functions
 
 __all__ = [
     "CollectiveHandler",
@@ -59,6 +59,7 @@ class PerRank(torch.Tensor):
     _blocks: dict[int, Tensor]
     _hooked: PerRank | None = None
     _hooks: Any = None
+    _joined: Tensor | None = None  # as one tensor of torch's LocalTensorMode
 
     @staticmethod
     def __new__(cls, blocks: Mapping[int, Tensor]) -> PerRank:
@@ -110,6 +111,9 @@ class PerRank(torch.Tensor):
             return _handle_collective(collective, args, kwargs)
         if torch.is_grad_enabled():
             check_no_shared_leaves(func, [*args, *kwargs.values()])
+        if _beside_dtensors([*args, *kwargs.values()]) and not torch.is_grad_enabled():
+            with without_torch_functions():  # as beside a plain tensor on real processes
+                return func(*args, **kwargs)
         if func in _ATTRIBUTES:
             self, *rest = args
             return join(
@@ -128,6 +132,8 @@ class PerRank(torch.Tensor):
         collective = collective_name(func)
         if collective is not None:
             return _handle_collective(collective, args, kwargs or {})
+        if _beside_dtensors([*args, *(kwargs or {}).values()]):
+            return NotImplemented
         if torch.is_grad_enabled() and any(isinstance(a, PerRank) and _any_requires_grad(a) for a in args):
             raise RuntimeError(
                 f"{func} got a PerRank tensor that requires grad, from code that bypasses torch functions.\n"
@@ -141,6 +147,13 @@ class PerRank(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
         return PerRank({r: t.__deepcopy__(memo) for r, t in self._blocks.items()})
+
+
+def _beside_dtensors(values: Sequence[Any]) -> bool:
+    """Whether there are DTensors among arguments."""
+    return any(
+        _beside_dtensors(v) if isinstance(v, list | tuple) else hasattr(v, "device_mesh") for v in values
+    )
 
 
 def _any_requires_grad(x: PerRank) -> bool:
@@ -165,7 +178,9 @@ def _check_first(blocks: Mapping[int, Tensor]) -> Tensor:
 
 
 def spread(tensor: Tensor, ranks: Sequence[int]) -> PerRank:
-    """The same value on each rank, each in its own memory as on real processes."""
+    """The same value on each rank, each in its own memory as on real processes; a tensor of each rank as it is."""
+    if isinstance(tensor, PerRank):
+        return tensor
     return PerRank({r: tensor if i == 0 else tensor.clone() for i, r in enumerate(ranks)})
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.box_copy import boxes_in_source, boxes_in_target, common_pieces
-from shardwise.comm.codec import Codec, divided, identity_value, move_codec, reduce_codec, reduce_rows, scaled
+from shardwise.comm.codec import Codec, divided, identity_value, mean_codec, move_codec, reduce_rows, scaled
 from shardwise.comm.mesh import Coord
 from shardwise.comm.tile_grid import TileGrid, tile_grid
 from shardwise.layout import Layout, block_shape
@@ -245,33 +245,33 @@ def _wire_op(step: Step) -> tuple[str, int]:
     return ("sum" if op == "avg" else op), mean
 
 
-def _divide(mean: int, unpack: _Unpack) -> _Unpack:
+def _divide(mean: float, unpack: _Unpack) -> _Unpack:
     """Unpacking that first divides a sum by the number of its terms."""
     return unpack if mean == 1 else lambda received, block: unpack(divided(received, mean), block)
 
 
 def _all_reduce(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
-    op, mean = _wire_op(step)
-    codec, shape = reduce_codec(dtype, op), block_shape(step.source, me)
+    codec, left = mean_codec(dtype, *_wire_op(step))
+    shape = block_shape(step.source, me)
     pack, wire = _whole(shape, 1, codec)
-    return Recipe("all_reduce", pack, _divide(mean, _reshape(wire, shape)), codec)
+    return Recipe("all_reduce", pack, _divide(left, _reshape(wire, shape)), codec)
 
 
 def _reduce_scatter(step: Step, me: Coord, dtype: torch.dtype) -> Recipe:
     op, mean = _wire_op(step)
+    codec, left = mean_codec(dtype, op, mean)
     shape, peers = block_shape(step.target, me), step.group_size
     count = math.prod(shape)
     pack, send = pack_tiles(step.source, step.target, me, step.axes)
     if min(send) == max(send):
-        codec = reduce_codec(dtype, op)
         wire: _Shape = (count * peers,)
         if pack is _flat:
             pack, wire = _whole(block_shape(step.source, me), peers, codec)
         unpack = _reshape((wire[0] // peers, *wire[1:]), shape)
-        return Recipe("reduce_scatter", pack, _divide(mean, unpack), codec)
+        return Recipe("reduce_scatter", pack, _divide(left, unpack), codec)
 
     # Blocks differ in size: send each peer exactly its part and reduce here, in the order of the ranks.
     def reduce(received: Tensor, _: Tensor) -> Tensor:
-        return divided(reduce_rows(received.view(peers, count), op), mean).view(shape)
+        return divided(reduce_rows(received.view(peers, count), op, mean / left), left).view(shape)
 
     return _all_to_all(step, me, pack, reduce, move_codec(dtype), send, (count,) * peers)

@@ -16,6 +16,7 @@ from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
 from shardwise.comm.plain_collectives import run_plain_collective
 from shardwise.comm.rank_hooks import install_hooks
 from shardwise.comm.simulated_collectives import known_meshes
+from shardwise.torch_internals.local_tensor import local_modes, ranks_of_mode
 from shardwise.torch_internals.mesh import restored_mesh_stack
 from shardwise.torch_internals.process_groups import simulated_world
 from shardwise.torch_internals.stance import compiled_functions_run_eagerly
@@ -46,8 +47,8 @@ _current = _CurrentRank()
 
 
 def is_simulated() -> bool:
-    """Whether this process simulates all ranks."""
-    return bool(_simulated)
+    """Whether this process simulates all ranks, by `simulate` or by torch's `LocalTensorMode`."""
+    return bool(_simulated or local_modes)
 
 
 def at_simulation_end(callback: Callable[[], object]) -> None:
@@ -177,8 +178,8 @@ def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
     ...     per_rank(lambda rank: torch.full((rank,), rank)).ranks
     (tensor([], dtype=torch.int64), tensor([1]), tensor([2, 2]))
     """
-    if _simulated:
-        ranks = ranks_in(values) or range(_simulated[-1])
+    if _simulated or local_modes:
+        ranks = ranks_in(values) or (range(_simulated[-1]) if _simulated else ranks_of_mode())
         return join({r: _as_rank(r, fn, *_rank_values(values, r)) for r in ranks}, name_of(fn))
     return fn(dist.get_rank() if dist.is_initialized() else 0, *values)
 
@@ -200,7 +201,7 @@ def on_mesh(mesh: DeviceMesh, fn: Callable[..., Any], *blocks: Tensor) -> Any:
 
     Code that depends on the coord goes through this function.
     """
-    if _simulated or any(type(b) is PerRank for b in blocks):
+    if _simulated or local_modes or any(type(b) is PerRank for b in blocks):
         coords = members_of(mesh)
         return join({r: fn(c, *_rank_values(blocks, r)) for r, c in coords.items()}, name_of(fn))
     coord: Coord | None = coord_of(mesh)

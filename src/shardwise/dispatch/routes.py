@@ -18,7 +18,14 @@ from shardwise.call.moved_view import remember_base
 from shardwise.call.off_mesh import run_off_mesh
 from shardwise.call.op_call import OpCall
 from shardwise.call.operands import check_operands, compare_plain, plain_tensors_to_compare
-from shardwise.call.overlap import FORBIDS_ALIAS, check_overlap, writes_overlapping, writes_repeated
+from shardwise.call.overlap import (
+    FORBIDS_ALIAS,
+    check_overlap,
+    copy_to_repeated,
+    is_repeated,
+    writes_overlapping,
+    writes_repeated,
+)
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
@@ -52,7 +59,7 @@ from shardwise.tensor.construct import replicated_spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.implicit import communication
 from shardwise.torch_internals.autograd import in_backward
-from shardwise.torch_internals.dispatcher import is_composite, records_views, tracking_views
+from shardwise.torch_internals.dispatcher import is_composite, records_views, run_composite, tracking_views
 from shardwise.torch_internals.lazy_bits import resolving_lazy_bits
 from shardwise.torch_internals.subclass import bump_versions, new_dtensor
 
@@ -92,6 +99,8 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
         return Route("composite", lambda a, k: func(*on_meta(a), **on_meta(k)), ())
     check_operands(call)
     repeated = info.writes and writes_repeated(call)  # raises where one device raises
+    if func is aten.copy_.default and is_repeated(call.args[0]):
+        return Route("rule", lambda a, k: copy_to_repeated(func, a), ())
     if func is aten.as_strided.default and _is_identity(call):
         return Route("rule", lambda a, k: aten.alias.default(a[0]), ())
     if func is aten.detach.default and call.first._spec.stride is not None:
@@ -137,9 +146,9 @@ def _is_identity(call: OpCall) -> bool:
     """Whether an `as_strided` returns the tensor as it is, so that its memory need not be known."""
     x, size, stride = call.args[:3]
     offset = call.named["storage_offset"]
-    return (
-        tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and offset in (None, x.storage_offset())
-    )
+    if tuple(size) != tuple(x.shape) or tuple(stride) != x.stride():
+        return False
+    return offset is None or offset == x.storage_offset()
 
 
 def _resizing_variant(call: OpCall) -> Any | None:
@@ -204,9 +213,9 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             t.is_inference() for t in tensors_in(args[:1])
         )
         if not is_inference or records_views(func):
-            return func.decompose(*args, **kwargs)
+            return run_composite(func, args, kwargs)
         with tracking_views():
-            return func.decompose(*args, **kwargs)
+            return run_composite(func, args, kwargs)
 
 
 def _is_distributed(x: Any) -> bool:

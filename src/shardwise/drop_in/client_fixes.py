@@ -17,11 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.api.distribute import distribute_tensor
-from shardwise.comm.simulate import is_simulated
+from shardwise.comm import PerRank, first_rank
+from shardwise.comm.simulate import is_simulated, per_rank
 from shardwise.layout import Shard
+from shardwise.parallel.data.api import fully_shard
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import policy
 from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor
-from shardwise.torch_internals.fsdp_division import FSDP_COLLECTIVES, FSDP_PARAMETERS, divide_once
+from shardwise.torch_internals.fsdp_division import (
+    FSDP_COLLECTIVES,
+    FSDP_FUNCTIONS,
+    FSDP_PARAMETERS,
+    divide_once,
+)
 from shardwise.torch_internals.module_fixer import ModuleFixer
 
 __all__ = ["FIXES", "client_fixer"]
@@ -103,6 +111,40 @@ def _blocks_of_all_ranks(shard_tensor: Callable[..., Any]) -> Callable[..., Any]
     return blocks
 
 
+def _parameters_of_ranks(finalize: Callable[..., Any]) -> Callable[..., Any]:
+    """In a simulation, give each rank its own plain parameters, beside DTensors; on processes each has its own anyway."""
+
+    @wraps(finalize)
+    def finalized(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = finalize(model, *args, **kwargs)
+        if is_simulated() and any(isinstance(p, DTensor) for p in model.parameters()):
+            spread: dict[int, Any] = {}  # tied parameters stay tied
+            for module in model.modules():
+                for name, p in module._parameters.items():
+                    if p is not None and not isinstance(p, DTensor | PerRank):
+                        if id(p) not in spread:
+                            spread[id(p)] = per_rank(_copy(p))
+                        module._parameters[name] = spread[id(p)]
+        return out
+
+    return finalized
+
+
+def _copy(p: Tensor) -> Callable[[int], Tensor]:
+    return lambda rank: p.detach().clone().requires_grad_(p.requires_grad)
+
+
+def _values_of_first_rank(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """In a simulation, gather what the first rank has: it is the one that saves."""
+
+    @wraps(gather)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        state = gather(*args, **kwargs)
+        return {name: first_rank(t) for name, t in state.items()} if is_simulated() else state
+
+    return gathered
+
+
 def _refuse_simulation(method: Callable[..., Any]) -> Callable[..., Any]:
     """Raise in a simulation: the code asks for the number of its rank, and would take each rank for the first."""
 
@@ -113,6 +155,16 @@ def _refuse_simulation(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(*args, **kwargs)
 
     return refused
+
+
+def _ours_in_simulation(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """In a simulation, shard with shardwise's engine: torch's takes the part of the rank whose number it asks for."""
+
+    @wraps(theirs)
+    def shard(module: Any, **how: Any) -> Any:
+        return fully_shard(module, **how) if is_simulated() else theirs(module, **how)
+
+    return shard
 
 
 def _not_simulated(what: str) -> RuntimeError:
@@ -134,12 +186,17 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "transformers.distributed.tensor_parallel": {
         "ReplicatedWithGradAllReduce.install_forward": _reduce_new_gradients
     },
+    "transformers.modeling_utils": {"PreTrainedModel._finalize_model_loading": _parameters_of_ranks},
+    "transformers.distributed.mixin": {
+        "DistributedMixin.gather_sharded_state_dict_for_save": _values_of_first_rank
+    },
     "transformers.distributed.sharding_utils": {"DtensorShardOperation.shard_tensor": _blocks_of_all_ranks},
     "transformers.distributed.expert_parallel": {
         "EpRouterParallel.transform_output_post_forward": _refuse_simulation,
         "EpDispatchExpertsParallel.transform_inputs_pre_forward": _refuse_simulation,
     },
     FSDP_PARAMETERS: {"FSDPParam.__init__": _refuse_simulation},
+    FSDP_FUNCTIONS: {"fully_shard": _ours_in_simulation},
     DYNAMO_BUILDER: {"torch": without_dtensor},
     FSDP_COLLECTIVES: {"_get_gradient_divide_factors": divide_once},
 }

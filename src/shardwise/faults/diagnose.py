@@ -14,6 +14,7 @@ from shardwise.faults.record import (
     ERRORS,
     GUARDED,
     GUARDS,
+    HANDLES,
     LEFT,
     RAISED,
     STATE,
@@ -36,7 +37,7 @@ __all__ = [
     "stopped_ranks",
 ]
 
-_RAISED_SECONDS = 1.0  # a rank that raised and caught it may still come
+_RAISED_SECONDS = 1.0  # a rank that raised and is about to catch it may still come
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
             return _ended(world, rank, "has returned")
         if record.process() == "gone":
             return raised(world, rank, error) if error else _died(world, rank)
-        if error and error not in world.errors and waited > _RAISED_SECONDS and not record.waits():
+        is_busy_with_it = words[HANDLES] and not record.waits()  # else the program caught it, and goes on
+        if error and error not in world.errors and waited > _RAISED_SECONDS and is_busy_with_it:
             return raised(world, rank, error)
     return None
 
@@ -102,12 +104,13 @@ def lost(world: World) -> Fault | None:
     return None
 
 
-def raised(world: World, rank: int, error: str) -> Fault:
-    """A rank raised an error; `error` says what, and where."""
+def raised(world: World, rank: int, error: str, then: str = "") -> Fault:
+    """A rank raised an error; `error` says what, and where, and `then` which collective it called afterwards."""
     return Fault(
         "raised",
         (rank,),
-        f"rank {rank} of {world.size} failed: {error}\n{positions(world, skip=(rank,))}"
+        f"rank {rank} of {world.size} failed: {error}\n"
+        f"{f'  rank {rank} then called {then}' + chr(10) if then else ''}{positions(world, skip=(rank,))}"
         f"  why: Rank {rank} raised this alone and takes no part in the collectives of the others any more.\n"
         f"  fix: Correct the cause on rank {rank}; an error that every rank raises leaves the groups intact.",
     )
@@ -138,6 +141,11 @@ def diverged(world: World, rank: int, text: str, source: str, row: Row, count: i
     me = world.me.rank
     entries = world.records[rank].entries()
     theirs = next((e for e in entries if (e.key, e.place) == (row.key, count)), entries[-1])
+    my_error, their_error = world.me.handled_error(), world.records[rank].handled_error()
+    if my_error and not their_error:
+        return raised(world, me, my_error, f"{text} at {source}")
+    if their_error and not my_error:
+        return raised(world, rank, their_error, f"{theirs.text} at {theirs.source}")
     return Fault(
         "diverged",
         tuple(sorted((me, rank))),

@@ -6,9 +6,11 @@ import time
 from contextlib import ContextDecorator
 from types import TracebackType
 
+from shardwise.faults.current import current_session, interrupts, watch_world
 from shardwise.faults.diagnose import raised
 from shardwise.faults.record import ENDED, GUARDED, GUARDS, LEFT, RAISED, STATE
-from shardwise.faults.session import Session, current_session, guards, watch_world
+from shardwise.faults.scope import guards
+from shardwise.faults.session import Session
 
 __all__ = ["guard"]
 
@@ -50,6 +52,8 @@ class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a
         if session is not None and not guards:
             session.record.words[GUARDS] += 1
             session.record.words[STATE] = GUARDED
+        if not guards:
+            interrupts.install()
         guards.append(self._timeout)
         return self
 
@@ -57,6 +61,8 @@ class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         guards.pop()
+        if not guards:
+            interrupts.remove()
         session = current_session()
         if session is None:
             return
@@ -72,7 +78,7 @@ class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a
 
 def _tell(session: Session, error: BaseException) -> None:
     """Let the other ranks know of an error, and take the groups down if some of them go on without noticing."""
-    session.note_error(error)
+    session.raised.note(error)
     words = session.record.words
     words[STATE] = RAISED
     deadline = time.monotonic() + _ALIKE_SECONDS

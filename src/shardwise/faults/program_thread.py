@@ -52,9 +52,21 @@ class ProgramThread:
         self.functions = tuple(functions)
 
     @property
+    def was_here(self) -> float:
+        """For how many seconds it had been at one instruction when it was looked at, waiting or computing."""
+        return (time.monotonic_ns() - self.here_since) / 1e9
+
+    @property
     def stood_still(self) -> float:
         """For how many seconds it had not computed when it was looked at."""
         return (time.monotonic_ns() - self.still_since) / 1e9
+
+    def handled_error(self) -> BaseException | None:
+        """The error that it is handling: it is in an `except` or `finally` block because of it."""
+        found = sys._current_exceptions().get(self.ident)
+        # Python 3.11 has the type, the error and the traceback
+        error = found[1] if isinstance(found, tuple) else found
+        return error if isinstance(error, BaseException) else None
 
     def line(self) -> tuple[str, int, str]:
         """File, line and function of the program that it is at."""

@@ -21,6 +21,8 @@ __all__ = [
     "ERROR_AT",
     "GUARDED",
     "GUARDS",
+    "HANDLED_AT",
+    "HANDLES",
     "LEFT",
     "RAISED",
     "STATE",
@@ -39,7 +41,7 @@ __all__ = [
 UNGUARDED, GUARDED, LEFT, RAISED, ENDED = range(5)
 """States: outside of any guard, inside one, has left it, has left it by an error, has left the world."""
 
-PID, START, TOTAL, WAIT, STATE, GUARDS, ERRORS, ERROR_AT, ROWS, STUCK, STILL = range(11)
+PID, START, TOTAL, WAIT, STATE, GUARDS, ERRORS, ERROR_AT, ROWS, STUCK, STILL, HANDLES, HANDLED_AT = range(13)
 _HEADER = 16
 _ROW_WORDS, _MAX_ROWS = 16, 64
 _RECENT = 8  # signatures per group
@@ -125,6 +127,11 @@ class Record:
         """The text of the last error, or nothing."""
         return _text(self._map[_ERROR_AT : _ERROR_AT + _ERROR_BYTES]) if self.words[ERRORS] else ""
 
+    def handled_error(self) -> str:
+        """The text of the error that was being handled when the last collective began, or nothing."""
+        words = self.words
+        return self.error() if words[HANDLED_AT] and words[HANDLED_AT] == words[TOTAL] else ""
+
     def process(self) -> str:
         """The state of the process: "runs", "stopped" or "gone"."""
         return process_state(self.words[PID], self.words[START])
@@ -201,6 +208,8 @@ class OwnRecord(Record):
         """Record something else than a collective of a group: that the program waits for a message, or for a new group."""
         if self.words[ERROR_AT] == self._total:  # an error stays one since the last collective
             self.words[ERROR_AT] += 1
+        if self.words[HANDLED_AT] == self._total:
+            self.words[HANDLED_AT] += 1
         self._total = total = self._total + 1
         number = self._texts.get((text, source)) or self._write_text(text, source)
         at = _ENTRIES_AT + total % _ENTRIES * _ENTRY.size
@@ -226,6 +235,13 @@ class OwnRecord(Record):
         self.words[ERROR_AT] = self._total
         self.words[ERRORS] += 1
 
+    def post_handled(self, text: str | None) -> None:
+        """Record an error that is being handled where a collective is about to begin; None for the one that was recorded last."""
+        if text is not None:
+            self._map[_ERROR_AT : _ERROR_AT + _ERROR_BYTES] = _fitted(text, _ERROR_BYTES)
+            self.words[ERRORS] += 1
+        self.words[HANDLED_AT] = self._total + 1
+
 
 def signature_at(words: memoryview, base: int, count: int) -> int | None:
     """The signature of the collective with this number in a group, None if it has not begun or is forgotten."""
@@ -236,7 +252,7 @@ def signature_at(words: memoryview, base: int, count: int) -> int | None:
 
 
 def _fitted(text: str, size: int, keep_end: bool = False) -> bytes:
-    data = text.encode()
+    data = text.encode(errors="backslashreplace").replace(b"\0", b"\\x00")
     if len(data) > size:
         data = b"..." + data[3 - size :] if keep_end else data[: size - 3] + b"..."
     return data.ljust(size, b"\0")

@@ -27,6 +27,7 @@ from shardwise.layout.placement import (
 )
 from shardwise.layout.refine import Piece, Pieces, refine
 from shardwise.layout.spec import ShardOrderEntry, Spec, TensorMeta, dtype_text
+from shardwise.layout.spec_draft import SpecDraft
 from shardwise.layout.spec_pattern import SpecPattern, pattern_of
 from shardwise.layout.unit_axes import UnitPlacements, spelled, unit_placements, without_pending
 from shardwise.layout.view import view
@@ -47,6 +48,7 @@ __all__ = [
     "Shard",
     "ShardOrderEntry",
     "Spec",
+    "SpecDraft",
     "SpecPattern",
     "StridedShard",
     "TensorMeta",

@@ -206,8 +206,8 @@ class Replicate(Placement):
 class Partial(Placement):
     """The ranks along the axis hold partial values; their `sum`, `avg`, `max`, `min` or `product` is pending.
 
-    >>> str(Partial()), Partial("max"), Partial().is_partial("max")
-    ('P(sum)', Partial(max), False)
+    >>> str(Partial()), Partial("max"), Partial().is_partial("max"), Partial("prod") == Partial("product")
+    ('P(sum)', Partial(max), False, True)
     """
 
     reduce_op: str = "sum"
@@ -215,6 +215,8 @@ class Partial(Placement):
     LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __post_init__(self) -> None:
+        if self.reduce_op == "prod":  # as torch's own functions call it
+            object.__setattr__(self, "reduce_op", "product")
         if self.reduce_op not in REDUCE_OPS:
             raise LayoutError(
                 f"Partial({self.reduce_op!r}) is not a placement.",
@@ -223,7 +225,7 @@ class Partial(Placement):
             )
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        return reduce_op is None or reduce_op == self.reduce_op
+        return reduce_op is None or {"prod": "product"}.get(reduce_op, reduce_op) == self.reduce_op
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"

@@ -11,7 +11,7 @@ from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement, Shard, StridedShard
 from shardwise.layout.sizes import are_symbolic, as_sizes
-from shardwise.layout.unit_axes import UnitPlacements, spelled
+from shardwise.layout.unit_axes import UnitPlacements, shown_placements, spelled
 
 __all__ = ["ShardOrderEntry", "Spec", "TensorMeta", "dtype_text", "restore_spec"]
 
@@ -68,8 +68,12 @@ class Spec(Immutable):
     """The mesh of this process for one that was restored; set where meshes are known."""
     shape_type: ClassVar[Callable[[Any], Any]] = tuple
     """The type of `shape`; set where torch is known."""
-    of_placements: ClassVar[Callable[[Any, Any, TensorMeta | None], Spec]]
-    """The spec of a mesh, placements and a `TensorMeta`; set where meshes are known."""
+    of_placements: ClassVar[Callable[..., Spec]]
+    """The spec of a mesh, placements, a `TensorMeta` and perhaps a `shard_order`; set where meshes are known."""
+    draft: ClassVar[Callable[[Spec], Any]]
+    """A copy that can be changed, a `SpecDraft`."""
+    ORDER_FLAG: ClassVar[str] = "use_strided_shard_as_shard_order"
+    """torch's choice between two ways of writing the order of axes. Layouts have one, so assigning it changes nothing."""
 
     def __new__(
         cls,
@@ -101,7 +105,7 @@ class Spec(Immutable):
         if symbolic and shape is not None:
             shape = type(shape)(layout.shape)
         new = object.__new__(cls)
-        shown = list(layout.placements)
+        shown = list(layout.placements if units else shown_placements(layout))
         for axis, placement in units:
             shown[axis] = placement
         new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride, units=units)
@@ -194,6 +198,31 @@ class Spec(Immutable):
         if units == self.units:
             return self
         return Spec(self.mesh, self.layout, self.dtype, self.shape, self.stride, units)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == Spec.ORDER_FLAG:
+            return
+        if name in ("placements", "shard_order", "tensor_meta", "mesh"):
+            raise AttributeError(
+                f"cannot set {name}: the spec {self} is shared by all tensors that have it.\n"
+                "  why: Specs are values: which layout a tensor has does not change behind its back.\n"
+                f"  fix: spec = copy.copy(x._spec); spec.{name} = ...; y = DTensor(x.to_local(), spec)"
+            )
+        super().__setattr__(name, value)
+
+    def __post_init__(self) -> None:
+        """Do nothing: torch's specs are completed here after an assignment."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (getattr(type(other), "is_spec_draft", False) and other == self)
+
+    __hash__ = Immutable.__hash__
+
+    def __copy__(self) -> Any:
+        return Spec.draft(self)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self if memo else Spec.draft(self)  # inside a copy of something else it is the same spec
 
     def __reduce__(self) -> tuple[object, ...]:
         return restore_spec, (self.mesh, self.layout, self.dtype, self.shape, self.stride, self.units)

@@ -1,9 +1,10 @@
-"""Placements that say more than a layout: those on axes of size 1, which change nothing, and torch's ways to write an order
-or a factor. Layouts leave them out, and a spec remembers them for its user.
+"""Placements as a spec shows them: those on axes of size 1, which change nothing, and torch's ways to write an order or a
+factor. Layouts leave them out, and a spec remembers those that it was given.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.placement import MaskPartial, Placement, Shard, StridedShard
 from shardwise.layout.sizes import cached
 
-__all__ = ["UnitPlacements", "spelled", "unit_placements", "without_pending"]
+__all__ = ["UnitPlacements", "shown_placements", "spelled", "unit_placements", "without_pending"]
 
 UnitPlacements = tuple[tuple[int, Placement], ...]
 """Pairs of an axis and the placement that was given for it: for axes of size 1 those other than `Replicate()`; for all axes
@@ -71,3 +72,40 @@ def spelled(layout: Layout, units: UnitPlacements) -> UnitPlacements:
 def without_pending(units: UnitPlacements) -> UnitPlacements:
     """The placements of a gradient, which has no pending reductions."""
     return tuple((a, p) for a, p in units if not p.is_partial())
+
+
+@cached(4096)
+def shown_placements(layout: Layout) -> tuple[Placement, ...]:
+    """The placements of a layout, where an axis splits an inner factor of a dim as torch writes it, if torch can.
+
+    Programs take a `Shard` for one range of the dim, which it is not then.
+
+    >>> from shardwise.layout import Axes, Factor
+    >>> shown_placements(Layout(Axes((3,)), [(Factor(4), Factor(5, (0,)))]))
+    (_StridedShard(dim=0, sf=4),)
+    >>> shown_placements(Layout(Axes((3,)), [(Factor(4, (0,)), Factor(5))]))
+    (Shard(dim=0, factors=(4, 5), factor=0),)
+    """
+    out = list(layout.placements)
+    for d, dim in enumerate(layout.dims):
+        if len(dim) == 1:
+            continue
+        for a, parts in _parts_before(layout, d).items():
+            out[a] = StridedShard(d, split_factor=parts) if parts > 1 else Shard(d)
+        if not _is_same(layout, tuple(enumerate(out))):
+            return layout.placements
+    return tuple(out)
+
+
+def _parts_before(layout: Layout, d: int) -> dict[int, int]:
+    """For each axis that splits a dim the elements of the factors before its own, of which earlier axes leave a part."""
+    sizes = layout.axes.sizes
+    factors = layout.dims[d]
+    position = {a: i for i, f in enumerate(factors) for a in f.axes}
+    left = [f.size for f in factors]
+    out = {}
+    for a in sorted(position):
+        i = position[a]
+        out[a] = math.prod(left[:i])
+        left[i] = -(-left[i] // sizes[a])
+    return out

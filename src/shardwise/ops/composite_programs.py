@@ -49,6 +49,7 @@ def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor
     if x.dim() != 1 or columns < 0:
         with beneath_patches():
             return torch.vander(x, N, increasing)  # which raises
-    powers = x.unsqueeze(-1).expand(-1, max(columns - 1, 0)).cumprod(-1)
-    out = torch.cat([torch.ones_like(x).unsqueeze(-1), powers], -1)[:, :columns]
+    out = torch.ones_like(x).unsqueeze(-1)[:, :columns]
+    if columns > 1:  # else the result does not depend on the values
+        out = torch.cat([out, x.unsqueeze(-1).expand(-1, columns - 1).cumprod(-1)], -1)
     return out.to(x.dtype) if increasing else out.to(x.dtype).flip(-1)

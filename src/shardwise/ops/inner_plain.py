@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_leaves, tensors_in
 from shardwise.call.op_call import OpCall
-from shardwise.call.operands import compare_plain, has_dtensor
+from shardwise.call.operands import compare_plain, has_dtensor, has_one_value
 from shardwise.ops.dropout import attention_with_dropout, uses_dropout
 from shardwise.ops.one_device import one_device
 from shardwise.plan.settings import current_settings, override_settings
@@ -22,7 +22,7 @@ from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.tensor.errors import mixed_tensors_error
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import KernelPatch, PythonPatch, beneath_patches, python_functions
-from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS, PASS_PLAIN_TENSORS
+from shardwise.torch_internals.python_functions import CREATE_PLAIN_TENSORS, DISTRIBUTIONS, PASS_PLAIN_TENSORS
 
 __all__ = ["inner_plain_patches", "replicated_states"]
 
@@ -33,7 +33,7 @@ def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Refuse or compare plain operands, according to the policy."""
     tensors = tensors_in([*args, *kwargs.values()])
     first = next(t for t in tensors if isinstance(t, DTensor))
-    plain = [t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1]
+    plain = [t for t in tensors if not isinstance(t, DTensor) and not has_one_value(t)]
     if not plain or in_backward():
         return
     policy = current_settings().plain
@@ -110,6 +110,21 @@ def _python(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _trusting(original, *args, **kwargs)
 
 
+def _of_distribution(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a probability distribution, whose parameters may be DTensors; what it draws comes from the stream."""
+    given = (*vars(self).values(), *args, *kwargs.values())
+    inner = [
+        v for part in given if isinstance(part, torch.distributions.Distribution) for v in vars(part).values()
+    ]
+    first = next((t for t in tensors_in([*given, *inner]) if isinstance(t, DTensor)), None)
+    if first is None:
+        return original(self, *args, **kwargs)
+    _check_operands(f"{type(self).__name__}.{original.__name__}", (first, *given), {})
+    with one_device(), override_settings(plain="replicate"):
+        result = original(self, *args, **kwargs)
+    return _replicated(result, (first,)) if type(result) is Tensor else result
+
+
 def _broadcast(original: Callable[..., Any], *tensors: Any) -> Any:
     """`broadcast_tensors`, with numbers as replicated tensors: broadcast, they would be plain tensors of many elements."""
     given = tensors_in(tensors)
@@ -128,6 +143,7 @@ _COMPOSITES = {
     "the positions of quantiles": (
         aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,
     ),
+    "the lengths of targets": (aten.ctc_loss.IntList, aten.ctc_loss.Tensor),
     "the window": (aten.istft.default, aten.stft.default, aten.stft.center),
     "the mask of combined elements": (aten.combinations.default,),
     "the sum that the product is added to": (aten._sparse_mm.default,),
@@ -160,5 +176,10 @@ def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
             for run, table in ((_python, CREATE_PLAIN_TENSORS), (_trusting, PASS_PLAIN_TENSORS))
             for name, what in table.items()
             for target in python_functions([name])
+        ),
+        *(
+            PythonPatch(target, _of_distribution, "torch creates random numbers or values as a plain tensor")
+            for name, methods in DISTRIBUTIONS.items()
+            for target in python_functions(f"torch.distributions.{name}.{method}" for method in methods)
         ),
     ]

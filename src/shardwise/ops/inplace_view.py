@@ -24,10 +24,16 @@ def run_inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Replace the block and spec of the first argument by those of the out-of-place op's result."""
     x: DTensor = args[0]
     if func is aten.set_.source_Tensor:
-        x.data = args[1]
+        if isinstance(args[1], DTensor):
+            x._replace_data(args[1])
+        else:
+            x.data = args[1]  # raises
         return x
+    shape = _new_size(func, args)
+    if shape is not None and tuple(shape) == tuple(x.shape) and not kwargs.get("memory_format"):
+        return x  # whatever its strides are
     with tracking_views():  # so that the result knows its base
-        larger = grown(x, shape, kwargs.get("memory_format")) if (shape := _new_size(func, args)) else None
+        larger = grown(x, shape, kwargs.get("memory_format")) if shape else None
         if larger is not None:
             result: DTensor = larger
         elif func is aten.resize_.default and _fits(x, args[1]):

@@ -21,13 +21,15 @@ from shardwise.ops.indices import index_patches
 from shardwise.ops.inner_plain import inner_plain_patches
 from shardwise.ops.memory_patches import memory_patches
 from shardwise.ops.packed_sequences import packed_sequence_patches
+from shardwise.ops.pending_gradients import gradient_patches, settle_before_steps
 from shardwise.ops.pooling import pooling_patches
 from shardwise.ops.prod import prod_patches
 from shardwise.ops.sparse_factories import sparse_patches
 from shardwise.ops.traced_constants import tracing_patches
 from shardwise.ops.zero_gradients import zero_gradient_patches
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.shape_methods import CHANGE_SHAPES
+from shardwise.tensor.shape_methods import CHANGE_SHAPES, STRIDED
+from shardwise.torch_internals.autograd import without_optional_hooks
 from shardwise.torch_internals.patches import (
     AnyPatch,
     KernelPatch,
@@ -99,6 +101,8 @@ def _resolve(is_lazy: Any) -> Any:
     return lambda x: x.clone() if is_lazy(x) else x
 
 
+_METHODS = "as_strided as_strided_ as_strided_copy as_strided_scatter detach_ resize_as_".split()
+
 PATCHES: tuple[AnyPatch, ...] = (
     KernelPatch(
         aten.tensor_split.tensor_indices_or_sections,
@@ -120,9 +124,7 @@ PATCHES: tuple[AnyPatch, ...] = (
     ),
     *(
         PythonPatch(target, _as_method(target[1]), "as a method, which is DTensor's own")
-        for target in python_functions(
-            f"torch.{name}" for name in ("as_strided", "as_strided_", "detach_", "resize_as_")
-        )
+        for target in python_functions(f"torch.{name}" for name in _METHODS)
     ),
     *(
         OpPatch(
@@ -133,17 +135,29 @@ PATCHES: tuple[AnyPatch, ...] = (
         for name in CHANGE_SHAPES
     ),
     *(
+        OpPatch(
+            getattr(aten, name), _as_method(name), "offsets count in the memory that the tensor is a view of"
+        )
+        for name in STRIDED
+    ),
+    *(
         PythonPatch((torch.Tensor, name), _as_method(name), "the same, of `torch.Tensor.t_(x)`")
-        for name in CHANGE_SHAPES
-        if not name.startswith(("resize", "detach"))
+        for name in (*CHANGE_SHAPES, *STRIDED)
+        if not name.startswith(("resize", "detach")) and hasattr(torch.Tensor, name)
     ),
     PythonPatch(
         (torch.autograd.graph, "register_multi_grad_hook"),
         _multi_grad_hook,
         "torch asks the engine about the node of a block, and in a simulation there are several",
     ),
+    PythonPatch(
+        (torch.autograd.graph, "disable_saved_tensors_hooks"),
+        without_optional_hooks,
+        "torch.func refuses hooks, and those that free gathered parameters can be done without",
+    ),
     *composite_patches(),
     *dropout_patches(),
+    *gradient_patches(),
     *index_patches(),
     *inner_plain_patches(),
     *memory_patches(),
@@ -159,3 +173,4 @@ PATCHES: tuple[AnyPatch, ...] = (
 def install_patches() -> None:
     """Apply all patches; `shardwise.torch_internals.rng` applies those of torch's seeding functions."""
     install(PATCHES)
+    settle_before_steps()

@@ -32,4 +32,7 @@ def _needs_no_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _max_pool1d(*args: Any, **kwargs: Any) -> Tensor:
     with beneath_patches():
-        return torch.max_pool1d(*args, **kwargs).contiguous()
+        out: Any = torch.max_pool1d(*args, **kwargs).contiguous()
+    return DTensor(
+        out._local_tensor, out._spec
+    )  # torch removes a dim; the kernel's result is a view of nothing

@@ -1,4 +1,4 @@
-"""Gradients that are zeros, which torch creates as plain tensors: of random numbers, and of signs."""
+"""Gradients that are zeros, which torch creates as plain tensors: of random numbers, of signs, of empty parts of `cat`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def zero_gradient_patches() -> list[KernelPatch]:
     return [
         *(KernelPatch(func, _normal(func), reason, _needs_grad) for func in funcs),
         KernelPatch(aten.sgn.default, _sign, sign, _needs_real_grad),
+        KernelPatch(
+            aten.cat.default,
+            _cat,
+            "torch creates the gradient of an empty vector as a plain tensor",
+            _has_empty,
+        ),
     ]
 
 
@@ -44,6 +50,22 @@ def _sign(x: Tensor) -> Any:
         return _Sign.apply(x)  # type: ignore[no-untyped-call]
     with override_settings(plain="replicate"), beneath_patches():  # the tangent is a plain tensor, too
         return aten.sgn.default(x)
+
+
+def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether vectors are joined, of which an empty one gets a gradient."""
+    tensors = args[0]
+    if not any(t.dim() == 1 and t.requires_grad and not t.numel() for t in tensors):
+        return False
+    return torch.is_grad_enabled() and any(isinstance(t, DTensor) and t.dim() == 1 for t in tensors)
+
+
+def _cat(tensors: Any, dim: int = 0) -> Tensor:
+    with beneath_patches():
+        if any(t.dim() != 1 for t in tensors):  # torch skips empty vectors beside tensors of several dims
+            return torch.cat([t for t in tensors if t.dim() != 1 or t.numel()], dim)
+        parts = [t if t.numel() else _Empty.apply(t) for t in tensors]  # type: ignore[no-untyped-call]
+        return torch.cat([t.unsqueeze(1) for t in parts]).squeeze(1)
 
 
 def _normal(func: Any) -> Any:
@@ -73,8 +95,22 @@ class _Sign(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
         with beneath_patches():
             return aten.sgn.default(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.saved_tensors  # raises if it was written to, as torch's own node does
+        return torch.zeros_like(grads[0], memory_format=torch.contiguous_format)
+
+
+class _Empty(torch.autograd.Function):
+    """`apply(x)` of a tensor without elements, whose gradient has no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -1,24 +1,19 @@
 """Parallelism of modules: the data-parallel engine, styles, plans and losses."""
 
-from shardwise.parallel.data import (
+from shardwise.api.linear_cross_entropy import linear_cross_entropy
+from shardwise.api.owner_optimizer import OwnerOptimizer
+from shardwise.parallel.agreement import check_ranks
+from shardwise.parallel.data.api import fully_shard, replicate, share_comm_ctx
+from shardwise.parallel.data.explain import Explanation, explain
+from shardwise.parallel.data.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.parallel.data.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
-    Explanation,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    UnshardHandle,
-    check_ranks,
-    explain,
-    fully_shard,
-    register_fsdp_forward_method,
-    replicate,
-    share_comm_ctx,
-    zero,
 )
-from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
+from shardwise.parallel.data.zero import zero
 from shardwise.parallel.loss import loss_parallel
-from shardwise.parallel.owner_optimizer import OwnerOptimizer
 from shardwise.parallel.parallelize import parallelize_module
 from shardwise.parallel.plan import PlanError
 from shardwise.parallel.style import (

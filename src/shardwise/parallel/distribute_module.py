@@ -74,8 +74,12 @@ def distribute_module(
         restore_ties(ties)
     place_tensors(module, mesh, {}, src_data_rank=0)
     vars(module)["_distribute_module_applied"] = True
-    _register_input_fn(module, mesh, input_fn)
-    _register_output_fn(module, mesh, output_fn)
+    if input_fn is not None:
+        enter = _with_module(input_fn, "input")
+        module.register_forward_pre_hook(lambda m, args: enter(m, args, mesh))
+    if output_fn is not None:
+        leave = _with_module(output_fn, "output")
+        module.register_forward_hook(lambda m, args, out: leave(m, out, mesh))
     for child in module.modules():
         run_batches_on_blocks(child)
     if not is_parallelized(module):
@@ -106,37 +110,21 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _register_input_fn(module: nn.Module, mesh: DeviceMesh, fn: Callable[..., Any] | None) -> None:
-    if fn is None:
-        return
-    if _count_arguments(fn, "input_fn") == 2:
-        module.register_forward_pre_hook(lambda _, args: fn(args, mesh))
-    else:
-        module.register_forward_pre_hook(lambda m, args: fn(m, args, mesh))
-
-
-def _register_output_fn(module: nn.Module, mesh: DeviceMesh, fn: Callable[..., Any] | None) -> None:
-    if fn is None:
-        return
-    if _count_arguments(fn, "output_fn") == 2:
-        module.register_forward_hook(lambda m, args, out: fn(out, mesh))
-    else:
-        module.register_forward_hook(lambda m, args, out: fn(m, out, mesh))
-
-
-def _count_arguments(fn: Callable[..., Any], name: str) -> int:
+def _with_module(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """A function of the module, its inputs or outputs, and the mesh, as the user gave it or in the older form without the module."""
     count = len(inspect.signature(fn).parameters)
     if count == 2:
         warnings.warn(
-            f"Deprecating {name} that takes two arguments ({'inputs' if name == 'input_fn' else 'outputs'}, device_mesh), "
-            f"please use {name} that takes in (module, {'inputs' if name == 'input_fn' else 'outputs'}, device_mesh) instead!",
+            f"Deprecating {what}_fn that takes two arguments ({what}s, device_mesh), "
+            f"please use {what}_fn that takes in (module, {what}s, device_mesh) instead!",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-    elif count != 3:
+        return lambda _, values, mesh: fn(values, mesh)
+    if count != 3:
         raise ValueError(
-            f"{name} should take in 3 arguments, but got {count} arguments!\n"
+            f"{what}_fn should take in 3 arguments, but got {count} arguments!\n"
             "  why: It is called with the module, its inputs or outputs, and the mesh.\n"
-            f"  fix: def {name}(module, values, device_mesh): ..."
+            f"  fix: def {what}_fn(module, values, device_mesh): ..."
         )
-    return count
+    return fn

@@ -20,8 +20,7 @@ from shardwise.parallel.agreement import check_plain_parameters
 from shardwise.parallel.boundary import Boundary, share_inputs, stop_sharing_inputs
 from shardwise.parallel.experts import run_experts
 from shardwise.parallel.gradients import watch_gradients
-from shardwise.parallel.plain import module_input, to_plain
-from shardwise.parallel.plain_scope import count_plain_as_replicated
+from shardwise.parallel.plain import count_plain_as_replicated, module_input, to_plain
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor

@@ -1,36 +1,27 @@
-"""The gradients of parameters: in the parameter's layout at the end of a backward pass, plain for plain parameters."""
+"""The gradients of parameters: moved to the parameter's layout when they are read, plain for plain parameters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout import Layout
-from shardwise.layout.sizes import same_sizes
+from shardwise.layout import Layout, largest_block
+from shardwise.layout.sizes import cached, same_sizes
+from shardwise.ops.pending_gradients import keep_memory
 from shardwise.parallel.plain import to_plain
+from shardwise.plan import plan_redistribute
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.redistribute_many import redistribute_many
-from shardwise.torch_internals.autograd import (
-    accumulating_leaf,
-    at_backward_end,
-    current_backward,
-    has_accumulation_hooks,
-    restore_hooks,
-)
+from shardwise.torch_internals.autograd import accumulating_leaf, has_accumulation_hooks, restore_hooks
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 
 __all__ = ["watch_gradient", "watch_gradients"]
 
 _WATCHED = "_shardwise_watched"
 _LARGE = 1 << 20
-"""Gradients of so many bytes per rank are reduced alone: the latency of a collective no longer matters."""
-_MOST = 1 << 24
-"""So many bytes per rank are reduced together at most, since a buffer holds all of them."""
+"""A gradient of so many bytes is reduced where one in the parameter's layout is there already: it would be held twice."""
 
 
 @call_while_tracing
@@ -45,13 +36,11 @@ def watch_gradients(module: nn.Module) -> None:
 
 
 def watch_gradient(p: Tensor) -> None:
-    """Bring the gradient of a parameter into the parameter's layout; a plain one's is plain.
+    """Watch the gradient of a parameter; a plain one's is plain.
 
-    Small gradients that are pending sums, such as those of norms under sequence parallelism, are reduced together at the end of
-    the backward pass that accumulates them. Until then their layout says that they are pending.
-
-    Without this a gradient may stay pending where ranks hold terms of a sum. That is right as well, and optimizers accept it,
-    because the layout of the gradient says what has been reduced; but each reader would reduce it anew.
+    A gradient that is accumulated stays in the layout in which the backward pass computed it, and is moved to that of the
+    parameter with all others before the optimizer's step or clipping (see `ops/pending_gradients.py`). One that is returned, that a
+    hook reads, or that has a graph of its own is moved at once.
     """
     # the id, because a copy has the attributes of the original and none of its hooks
     setattr(p, _WATCHED, id(p))
@@ -62,7 +51,7 @@ def watch_gradient(p: Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
-    """A hook that redistributes a gradient to a layout, or leaves it pending until the end of the backward pass.
+    """A hook that redistributes a gradient to a layout, or leaves it as it is until it is read.
 
     One function per layout: hooks are compared, and compilers trace functions rather than objects.
     """
@@ -75,82 +64,39 @@ def _settle(grad: Tensor, layout: Layout) -> Tensor:
         return grad
     if not same_sizes(grad.shape, layout.shape):
         return grad
-    return grad if _postpone(grad, layout) else grad.redistribute(placements=layout.placements)
+    return grad if _may_wait(grad, layout) else grad.redistribute(placements=layout.placements)
 
 
-def _postpone(grad: DTensor, target: Layout) -> bool:
-    """Have a gradient be reduced with others after it was accumulated, if it is one that can be."""
+def _may_wait(grad: DTensor, target: Layout) -> bool:
+    """Whether a gradient may be accumulated as it is, to be moved to its parameter's layout when someone reads it."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    pending = grad.sharding
-    # by the layout, so that ranks with blocks of other sizes decide alike
-    ranks = math.prod(pending.axes.sizes[a] for a in pending.sharded)
-    nbytes = grad.numel() * grad.dtype.itemsize // ranks
-    if (
-        nbytes >= _LARGE
-        or pending.with_partial({}) is not target
-        or any(op != "sum" for _, op in pending.partial)
-    ):
-        return False
     p = accumulating_leaf()
-    if p is None or has_accumulation_hooks(p):  # someone reads the gradient before the pass ends
+    if p is None or has_accumulation_hooks(p):  # someone reads the gradient at once
         return False
-    before = p.grad
-    if before is not None:
-        if not isinstance(before, DTensor) or before.dtype is not grad.dtype or before.is_sparse:
-            return False
-        if before.sharding is not target and before.sharding is not pending:
-            return False
-        if before.sharding is target:
-            # pending as well, so that the gradients are added without communication
-            p.grad = before.redistribute(placements=pending.placements)
-    _sums_of_pass().add(p, before, nbytes)
+    before, here = p.grad, grad.sharding
+    if not _is_worth_waiting(here, target):
+        return False
+    if before is None:
+        return True
+    if not isinstance(before, DTensor) or before.dtype is not grad.dtype or before.is_sparse:
+        return False
+    if before.sharding is here:
+        return True
+    nbytes = grad.numel() * grad.dtype.itemsize
+    pending = here.with_partial({}) is target and all(op == "sum" for _, op in here.partial)
+    if before.sharding is not target or not pending or nbytes >= _LARGE:
+        return False
+    # pending as well, so that the gradients are added without communication
+    keep_memory(p, before)
+    p.grad = before.redistribute(placements=here.placements)
     return True
 
 
-class _PendingSums:
-    """The parameters whose gradients one backward pass leaves pending, with what their gradients were before."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._bytes = 0
-
-    def add(self, p: Tensor, before: Tensor | None, nbytes: int) -> None:
-        """Note a parameter whose gradient is about to be accumulated."""
-        if self._bytes + nbytes > _MOST:
-            self.reduce()
-        self._waiting.setdefault(id(p), (p, before))
-        self._bytes += nbytes
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Reduce the pending gradients; a parameter that had a gradient before the pass keeps its memory."""
-        waiting = [
-            (p, p.grad, before)
-            for p, before in self._waiting.values()
-            if isinstance(p.grad, DTensor) and p.grad.sharding.partial
-        ]
-        self._waiting, self._bytes = {}, 0
-        targets = [pending.sharding.with_partial({}) for _, pending, _ in waiting]
-        reduced = redistribute_many([pending for _, pending, _ in waiting], targets)
-        for (p, _, before), grad in zip(waiting, reduced, strict=True):
-            if isinstance(before, DTensor) and before.sharding is grad.sharding:
-                p.grad = before.copy_(grad)
-            else:
-                p.grad = grad
-
-
-_sums: WeakValueDictionary[int, _PendingSums] = WeakValueDictionary()
-
-
-def _sums_of_pass() -> _PendingSums:
-    """Those of the backward pass that runs; the pass owns them, so that one that fails leaves nothing."""
-    number = current_backward()
-    found = _sums.get(number)
-    if found is None:
-        found = _sums[number] = _PendingSums()
-        at_backward_end(found.reduce)
-    return found
+@cached(4096)
+def _is_worth_waiting(here: Layout, target: Layout) -> bool:
+    """Whether a gradient takes no more memory as it is than in its parameter's layout, and moving it there sends something."""
+    return largest_block(here) <= largest_block(target) and plan_redistribute(here, target).bytes > 0
 
 
 def _plain_gradient(grad: Tensor) -> Tensor:

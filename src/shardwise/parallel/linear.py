@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
-from shardwise.comm import PerRank, coord_of
+from shardwise.comm import coord_of
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.layout.sizes import cached
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -56,7 +56,7 @@ def linear(self: nn.Linear, input: Tensor) -> Tensor:
 def _is_special(x: Tensor, w: Tensor) -> bool:
     """Whether something beside autograd has to see the ops."""
     return (
-        type(x._local_tensor) is PerRank  # type: ignore[attr-defined]
+        is_simulated_tensor(x)  # type: ignore[arg-type]
         or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type))
         or transforms_are_active()
         or has_tangent(x)

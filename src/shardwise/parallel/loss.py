@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.parallel.plain_scope import count_plain_as_replicated
+from shardwise.parallel.plain import count_plain_as_replicated
 from shardwise.plan.settings import pop_settings
 
 __all__ = ["loss_parallel"]

@@ -22,12 +22,16 @@ class ParallelStyle(ABC):
     """
 
     src_data_rank: int | None = 0
+    _shown: tuple[str, ...] = ()
+    """The attributes that its text shows, by which ranks compare their plans; nothing with an address."""
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # without an address: ranks compare their plans as text
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._shown)})"
+        )
 
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         """Why the style cannot be applied to a module; asked for all modules of a plan before any is changed."""

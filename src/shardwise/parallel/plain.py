@@ -1,7 +1,8 @@
-"""Plain tensors at the border of a parallelized module: what goes in counts as replicated, what comes out is full."""
+"""Plain tensors of a parallelized module: inside they count as replicated, and so does what goes in; what comes out is full."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, is_simulated
 from shardwise.layout import Replicate
+from shardwise.plan.settings import current_settings, push_settings
 from shardwise.tensor.consistency import check_equal
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.graph_calls import call_in_graph
 
-__all__ = ["module_input", "to_plain"]
+__all__ = ["count_plain_as_replicated", "module_input", "to_plain"]
+
+
+@partial(call_in_graph, changes_state=True)
+def count_plain_as_replicated() -> None:
+    """Have plain tensors count as replicated until `pop_settings`, compared where that is asked for or costs nothing."""
+    compare = is_simulated() or current_settings().plain == "check"
+    push_settings(plain="check" if compare else "replicate")
 
 
 def module_input(t: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import LayoutError, Placement
 from shardwise.parallel.parallel_style import ParallelStyle, distributed, placements_tuple
-from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -32,6 +31,26 @@ def _check_lengths(name: str, declared: Sequence[Any], wanted: Sequence[Any]) ->
         )
 
 
+def _convert(x: Any, declared: Any, wanted: Any, mesh: DeviceMesh, local: bool) -> Any:
+    """A value in the wanted placement; as it is if its placement is not declared, or it is no tensor."""
+    if declared is None or not isinstance(x, Tensor):
+        return x
+    out = distributed(x, mesh, declared, declared if wanted is None else wanted)
+    return out.to_local() if local else out
+
+
+def _convert_all(
+    what: str, values: Sequence[Any], declared: Sequence[Any], wanted: Sequence[Any], *how: Any
+) -> tuple[Any, ...]:
+    if len(values) != len(declared):
+        raise LayoutError(
+            f"module {what}s and {what}_layouts should have same length! There are {len(values)} and {len(declared)}.",
+            why="Each value has its own layout, or None if it is not converted.",
+            fix=f"Pass {len(values)} layouts; values that are passed by name are not among them.",
+        )
+    return tuple(_convert(x, a, b, *how) for x, a, b in zip(values, declared, wanted, strict=True))
+
+
 class PrepareModuleInput(ParallelStyle):
     """Convert the inputs of a module: plain tensors become DTensors, which are redistributed.
 
@@ -43,6 +62,14 @@ class PrepareModuleInput(ParallelStyle):
         use_local_output: pass the block of this rank to the module instead of a DTensor.
     """
 
+    _shown = (
+        "input_layouts",
+        "desired_input_layouts",
+        "input_kwarg_layouts",
+        "desired_input_kwarg_layouts",
+        "use_local_output",
+    )
+
     def __init__(
         self,
         *,
@@ -52,9 +79,9 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self.input_layouts = None if input_layouts is None else placements_tuple(input_layouts)
-        self.desired_input_layouts = (
-            None if desired_input_layouts is None else placements_tuple(desired_input_layouts)
+        self.input_layouts, self.desired_input_layouts = (
+            None if given is None else placements_tuple(given)
+            for given in (input_layouts, desired_input_layouts)
         )
         self.use_local_output = use_local_output
         if self.input_layouts is not None:
@@ -76,13 +103,6 @@ class PrepareModuleInput(ParallelStyle):
                 fix="Give both for the same names.",
             )
 
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleInput(input_layouts={self.input_layouts}, desired_input_layouts={self.desired_input_layouts}, "
-            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, use_local_output={self.use_local_output})"
-        )
-
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         parameters = inspect.signature(module.forward).parameters
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -93,42 +113,21 @@ class PrepareModuleInput(ParallelStyle):
             if name not in parameters
         ]
 
-    def _convert(self, x: Any, declared: Any, wanted: Any, mesh: DeviceMesh) -> Any:
-        if declared is None or not isinstance(x, Tensor):
-            return x
-        out = distributed(x, mesh, declared, declared if wanted is None else wanted)
-        return out.to_local() if self.use_local_output else out
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        how = device_mesh, self.use_local_output
+
         def enter(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if self.input_layouts is not None and self.desired_input_layouts is not None:
-                _check_count(
-                    "module inputs and input_layouts should have same length!", args, self.input_layouts
-                )
-                pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
-                args = tuple(self._convert(x, a, b, device_mesh) for x, a, b in pairs)
-            changed = {
-                name: self._convert(
-                    kwargs[name], declared, self.desired_input_kwarg_layouts[name], device_mesh
-                )
-                for name, declared in self.input_kwarg_layouts.items()
-                if name in kwargs
-            }
+                args = _convert_all("input", args, self.input_layouts, self.desired_input_layouts, *how)
+            wanted = self.desired_input_kwarg_layouts
+            declared = {name: p for name, p in self.input_kwarg_layouts.items() if name in kwargs}
+            changed = {n: _convert(kwargs[n], p, wanted[n], *how) for n, p in declared.items()}
             return args, kwargs | changed
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
-
-
-def _check_count(what: str, values: Sequence[Any], layouts: Sequence[Any]) -> None:
-    if len(values) != len(layouts):
-        raise LayoutError(
-            f"{what} There are {len(values)} and {len(layouts)}.",
-            why="Each value has its own layout, or None if it is not converted.",
-            fix=f"Pass {len(values)} layouts; values that are passed by name are not among them.",
-        )
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -140,6 +139,8 @@ class PrepareModuleOutput(ParallelStyle):
         use_local_output: return the block of this rank instead of a DTensor.
     """
 
+    _shown = ("output_layouts", "desired_output_layouts", "use_local_output")
+
     def __init__(
         self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
@@ -148,26 +149,11 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
         _check_lengths("output_layouts", self.output_layouts, self.desired_output_layouts)
 
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
-        )
-
-    def _convert(self, x: Any, declared: Any, wanted: Any, mesh: DeviceMesh) -> Any:
-        if declared is None or not isinstance(x, Tensor):
-            return x
-        out: DTensor = distributed(x, mesh, declared, declared if wanted is None else wanted)
-        return out.to_local() if self.use_local_output else out
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        how = self.output_layouts, self.desired_output_layouts, device_mesh, self.use_local_output
+
         def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            outs = out if isinstance(out, tuple) else (out,)
-            _check_count(
-                "module outputs and output_layouts should have same length!", outs, self.output_layouts
-            )
-            pairs = zip(outs, self.output_layouts, self.desired_output_layouts, strict=True)
-            converted = tuple(self._convert(x, a, b, device_mesh) for x, a, b in pairs)
+            converted = _convert_all("output", out if isinstance(out, tuple) else (out,), *how)
             return converted if isinstance(out, tuple) else converted[0]
 
         module.register_forward_hook(leave)
@@ -182,6 +168,8 @@ class PrepareModuleInputOutput(ParallelStyle):
         use_local_input: pass the block of this rank to the module instead of a DTensor.
         output_layouts, desired_output_layouts, use_local_output: see `PrepareModuleOutput`.
     """
+
+    _shown = ("prepare_module_input", "prepare_module_output")
 
     def __init__(
         self,
@@ -208,9 +196,6 @@ class PrepareModuleInputOutput(ParallelStyle):
             use_local_output=use_local_output,
         )
         self.use_local_output = use_local_output
-
-    def __repr__(self) -> str:
-        return f"PrepareModuleInputOutput({self.prepare_module_input}, {self.prepare_module_output})"
 
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         return self.prepare_module_input._problems(module, device_mesh)

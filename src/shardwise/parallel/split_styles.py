@@ -34,6 +34,7 @@ class _SplitStyle(ParallelStyle):
     """A style that splits the parameters of a module along one kind of features."""
 
     split: Split
+    _shown = ("input_layouts", "output_layouts", "use_local_output")
 
     def __init__(
         self, input_layouts: Placement | None, output_layouts: Placement | None, use_local: bool
@@ -41,10 +42,6 @@ class _SplitStyle(ParallelStyle):
         self.input_layouts = None if input_layouts is None else (input_layouts,)
         self.output_layouts = None if output_layouts is None else (output_layouts,)
         self.use_local_output = use_local
-
-    def __repr__(self) -> str:
-        declared = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
-        return f"{type(self).__name__}({declared}, use_local_output={self.use_local_output})"
 
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         tensors = [t for _, t in owned_tensors(module)]
@@ -226,13 +223,12 @@ class SequenceParallel(ParallelStyle):
     The gradients of the parameters are summed over the ranks, however many micro-batches are accumulated.
     """
 
+    _shown = ("sequence_dim", "use_local_output")
+
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_dim = sequence_dim
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = use_local_output
-
-    def __repr__(self) -> str:
-        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
 
     def _problems(self, module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
         return device_problems(((s.full_name, s.tensor) for s in slots_of(module)), device_mesh)

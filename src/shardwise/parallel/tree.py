@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.torch_internals.pytree import flatten
+
 __all__ = ["map_tensors", "tensors_in"]
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same structure with `fn` applied to its tensors: lists, tuples, named tuples, mappings and dataclasses.
+    """The same structure with `fn` applied to its tensors: lists, tuples, named tuples, mappings, dataclasses, and what torch knows.
 
     A part without changes is the same object.
 
@@ -40,7 +42,11 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         changed = {k: new for k, v in fields.items() if (new := map_tensors(fn, v)) is not v}
         return dataclasses.replace(value, **changed) if changed else value
-    return value
+    leaves, rebuild = flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    items = [map_tensors(fn, v) for v in leaves]
+    return value if all(a is b for a, b in zip(items, leaves, strict=True)) else rebuild(items)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

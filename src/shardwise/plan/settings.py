@@ -35,7 +35,7 @@ __all__ = [
     "share_with_other_threads",
 ]
 
-Implicit = Literal["allow", "warn", "error"]
+Implicit = Literal["allow", "warn", "error", "strict"]
 Plain = Literal["error", "check", "replicate"]
 
 

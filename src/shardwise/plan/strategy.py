@@ -133,6 +133,9 @@ def every_choice(
         roles += [_Role(op=op, inputs=group) for group in rule.linear for op in ("sum", "avg")]
         roles += [_Role(op=op, inputs=frozenset({i})) for op in rule.monotone for i in range(len(shapes))]
         roles += [_Role(op=op, inputs=frozenset(range(len(shapes)))) for op in sorted(rule.jointly)]
+        roles += [
+            _Role(op=op, inputs=frozenset({i})) for op in sorted(rule.singly) for i in range(len(shapes))
+        ]
         every = list(itertools.product([*roles, _NOTHING], repeat=len(axes)))
         found = [_choice(rule, layouts, outputs, r) for r in every]
         if len(axes) == 1:
@@ -280,6 +283,8 @@ def _roles(rule: Rule, layouts: Sequence[Layout], axis: int) -> list[_Role]:
                     found[_Role(op=op, inputs=frozenset({i}))] = None
                 if op in rule.jointly:
                     found[_Role(op=op, inputs=frozenset(range(len(layouts))))] = None
+                if op in rule.singly:
+                    found[_Role(op=op, inputs=frozenset({i}))] = None
     return [*found, _NOTHING]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import Parameter
 
 from shardwise.random.block_indices import BlockIndices
 from shardwise.random.philox import CHUNK, Draw, Workspace, counters, philox
@@ -59,7 +60,12 @@ def fill(
         real = None if out is None else torch.view_as_real(out)
         real = fill(draw, indices.pairs(), recipe, dtype.to_real(), device, real)
         return torch.view_as_complex(real) if out is None else out
-    if out is not None and not (out.is_contiguous() and out.shape == indices.shape and out.dtype == dtype):
+    if out is not None and not (
+        out.is_contiguous()
+        and out.shape == indices.shape
+        and out.dtype == dtype
+        and type(out) in (Tensor, Parameter)  # others may have no memory of their own
+    ):
         return out.copy_(fill(draw, indices, recipe, dtype, device))
     if out is None:
         out = torch.empty(indices.shape, dtype=dtype, device=device)

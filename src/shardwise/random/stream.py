@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +21,7 @@ __all__ = [
     "follow_torch_state",
     "own_stream",
     "restore",
+    "set_by_others",
     "snapshot",
     "start_stream",
     "stream_of",
@@ -92,13 +93,16 @@ WORLD = ()
 _streams: dict[Hashable, Stream] = {WORLD: Stream(torch.initial_seed(), from_torch=True)}
 _torch_seed = torch.initial_seed()
 
+set_by_others: list[Callable[[], bool]] = []
+"""Whether the state of torch's generator is now set by something else than the program, so that its seed says nothing."""
+
 
 def stream_of(key: Hashable = WORLD) -> Stream:
     """The stream of a mesh that was given its own, or else the common stream."""
     if key != WORLD and key in _streams:
         return _streams[key]
-    if (seed := torch.initial_seed()) != _torch_seed:  # by a method of torch's generator, which calls no hook
-        follow_torch_seed(seed)
+    if (seed := torch.initial_seed()) != _torch_seed and not any(is_set() for is_set in set_by_others):
+        follow_torch_seed(seed)  # by a method of torch's generator, which calls no hook
     return _streams[WORLD]
 
 

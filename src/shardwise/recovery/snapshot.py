@@ -80,7 +80,7 @@ class Snapshot:
 
     def needs_partner(self, name: str) -> bool:
         """Whether blocks of a tensor have one holder, and shall have two."""
-        layout, ranks, _ = self.stored[name]
+        layout, ranks, *_ = self.stored[name]
         replicas = math.prod(n for a, n in enumerate(layout.axes.sizes) if a not in layout.sharded)
         return self.copies > 1 and len(self.members) > 1 and len(ranks) * replicas == 1
 
@@ -96,7 +96,7 @@ class Snapshot:
         """Keep what another rank's `for_partner` returned."""
         at = 0
         for name in self._partnered(self.guest):
-            layout, ranks, dtype = self.stored[name]
+            layout, ranks, dtype, _ = self.stored[name]
             place = int(np.argwhere(ranks == self.guest)[0][1])
             bits = empty_bits(block_shape(layout, layout.axes.coord(place)), dtype.itemsize)
             bits.reshape(-1).view(np.uint8)[...] = data[at : at + bits.nbytes]
@@ -126,7 +126,7 @@ class Snapshot:
         if known is None:
             return None
         grid = grid_of(known.layout)
-        return StoredTensor(known.dtype, known.layout.shape, grid, [0] * len(grid.owners))
+        return StoredTensor(known.dtype, known.layout.shape, grid, [0] * len(grid.owners), known.is_plain)
 
     def _ranks_of(self, name: str, tensor: StoredTensor) -> I64:
         """For each cell the ranks whose blocks have it."""
@@ -152,7 +152,7 @@ class Snapshot:
     def read(self, name: str, part: Part) -> NDArray[Any]:
         """The bits of a part of a cell that this process holds."""
         name = self.name_of(name)
-        layout, ranks, _ = self.stored[name]
+        layout, ranks, *_ = self.stored[name]
         tensor = self.tensor(name)
         if tensor is None:
             raise KeyError(name)

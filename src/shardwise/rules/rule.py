@@ -41,6 +41,7 @@ class Rule:
     - `linear`: groups of inputs; a pending sum passes through if all inputs of a group are pending.
     - `monotone`: what a pending reduction of the only tensor becomes, as in {"max": "min"}.
     - `jointly`: reductions that pass, as they are, if they are pending in all inputs.
+    - `singly`: reductions that pass, as they are, if one input has them and the others have none.
     - `addends`: inputs that are added to the reduced value, and so must be partial values where it is one.
     - `local`: the program that a rank runs in place of the op, or None for the op itself.
     - `ranges`: letters that are split only so that each rank has a contiguous range, because `local` counts from its offset.
@@ -54,6 +55,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     monotone: Mapping[str, str] = field(default_factory=dict)
     jointly: frozenset[str] = frozenset()
+    singly: frozenset[str] = frozenset()
     addends: frozenset[int] = frozenset()
     local: Callable[[Call, Place], Local | None] | None = None
     ranges: frozenset[str] = frozenset()
@@ -66,7 +68,7 @@ class Rule:
         Integer sums wrap around and sums of bools are "or", so neither survives a cast to another dtype. Complex
         numbers have no max or min.
         """
-        if not call.output_dtypes or not (self.linear or self.monotone or self.jointly):
+        if not call.output_dtypes or not (self.linear or self.monotone or self.jointly or self.singly):
             return self
         outputs = [d for i, d in enumerate(call.output_dtypes) if i not in self.alike]
         to_floats = all(_is_float(d) for d in outputs)
@@ -77,9 +79,10 @@ class Rule:
 
         ordered = not any(d.startswith("complex") for d in outputs)
         monotone = {a: b for a, b in self.monotone.items() if ordered and (a != "product" or passes(0))}
-        jointly = self.jointly if ordered and len({*call.dtypes, *outputs}) == 1 else frozenset()
+        one_dtype = ordered and len({*call.dtypes, *outputs}) == 1
+        jointly, singly = (x if one_dtype else frozenset() for x in (self.jointly, self.singly))
         linear = tuple(g for g in self.linear if all(map(passes, g)))
-        return replace(self, linear=linear, monotone=monotone, jointly=jointly)
+        return replace(self, linear=linear, monotone=monotone, jointly=jointly, singly=singly)
 
     def writing(self, slots: Sequence[int]) -> Rule:
         """The rule of an op that writes to some of its inputs, whose layouts must not change.
@@ -100,6 +103,7 @@ class Rule:
             outputs=tuple(map(restrict, self.outputs)),
             linear=tuple(g for g in self.linear if g.issuperset(slots)),
             monotone={a: b for a, b in self.monotone.items() if a == b},
+            singly=frozenset(),
         )
 
 

@@ -18,6 +18,8 @@ Written by `make rules`.
   increasing        A pending max or min passes through.
   decreasing        A pending max becomes a pending min, and the other way round.
   passes max        A pending max passes through. "passes any reduction": so does every other one.
+  max of all        A pending max passes through if all arguments have it.
+  max of one        A pending max of one argument passes through, if the others have none.
   masked lookup     Each rank reads at the indices inside its block and takes 0 for the others: a pending sum.
 
 Pending reductions that do not pass through are completed before the op runs. Ops without a line here are
@@ -39,6 +41,7 @@ from shardwise.rules.tables import (
     loss,
     normalization,
     pointwise,
+    prims,
     reduction,
     scatter,
     searchsorted,
@@ -54,6 +57,7 @@ __all__ = ["REGISTERED", "TABLE", "printed", "row_of"]
 _FAMILIES = (
     pointwise, contraction, reduction, whole_dims, view_and_cat, indexing, scatter, creation, linalg, view_copies,
     searchsorted, convolution, slicing, spatial, normalization, loss, attention, embedding_bag, grouped_mm,
+    prims,
 )  # fmt: skip
 
 

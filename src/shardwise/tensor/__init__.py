@@ -7,6 +7,8 @@ from shardwise.tensor.dtensor import DTensor, implementation
 from shardwise.tensor.graph_functions import support_compile
 from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
+from shardwise.tensor.local_mode import support_local_tensors
+from shardwise.tensor.placement_methods import add_placement_methods
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.serialization import allow_loading
 from shardwise.torch_internals.rng import watch_torch_seeding
@@ -21,6 +23,8 @@ implementation.to_layout = to_layout
 implementation.index_of = replicated_index
 implementation.rebuild = rebuild
 allow_loading()
+support_local_tensors()
+add_placement_methods()
 support_compile()
 watch_torch_seeding(on_seed=follow_torch_seed, save=snapshot, restore=follow_torch_state)
 share_with_other_threads(

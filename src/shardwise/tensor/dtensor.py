@@ -17,11 +17,12 @@ from shardwise.layout import Layout, Placement, Spec, SpecPattern, pattern_of
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
-from shardwise.tensor.shape_methods import ShapeMethods
+from shardwise.tensor.shape_methods import REPLACED, ShapeMethods, may_leave_views
 from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,
+    has_views,
     inference_error,
     is_parameter,
     new_dtensor,
@@ -144,6 +145,18 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
                 "  why: The layout of a plain tensor on the mesh is unknown.\n"
                 "  fix: x.data = distribute_tensor(t, x.device_mesh, x.placements)"
             )
+        if has_views(self):
+            if (self.shape, self.stride()) != (new.shape, new.stride()) and may_leave_views(self):
+                # views are computed from what the tensor was, which would have another shape
+                fresh: Any = self.detach()
+                fresh._replace_data(new)
+                self._become(fresh, is_write=False)
+                return
+            self.__dict__[REPLACED] = True
+        self._replace_data(new)
+
+    def _replace_data(self, new: DTensor) -> None:
+        """Take the blocks and the layout of another tensor, whatever views there are."""
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._adopt(new)
         if issubclass(type(new), _DataOfInferenceTensor):
@@ -330,8 +343,9 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
         copy = self._copy_blocks({} if is_parameter(self) else memo)
         copy.requires_grad_(self.requires_grad)
         copy.__dict__.update(self.__dict__)
+        copy.__dict__.pop(REPLACED, None)
         memo[id(self)] = copy
-        if self.grad is not None:
+        if self.grad is not None and not is_parameter(self):  # torch copies a parameter without its gradient
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
 

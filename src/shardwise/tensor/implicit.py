@@ -60,9 +60,12 @@ def communication(op: Any, plans: Sequence[Plan | None]) -> Iterator[None]:
 
 def enforce_policy(op: Any, plans: Sequence[Plan | None]) -> None:
     """Refuse or warn of what an op would send, according to the policy."""
-    if current_settings().implicit == "allow" or _approved.get():
+    how = current_settings().implicit
+    if how == "allow" or _approved.get():
         return
-    moving = [plan for plan in plans if plan is not None and plan.collectives]
+    moving = [
+        plan for plan in plans if plan is not None and (plan.steps if how == "strict" else plan.collectives)
+    ]
     if not moving:
         return
     steps = "; ".join(f"{plan.source} must move: {', '.join(map(str, plan.steps))}" for plan in moving)
@@ -75,11 +78,12 @@ def announce(op: Any, nbytes: int, why: str, fix: str = "Redistribute the operan
     how = current_settings().implicit
     if how == "allow" or _approved.get():
         return
+    does = f"communicate {as_size(nbytes):,} B" if nbytes or how != "strict" else "move an operand"
     error = CommunicationError(
-        f"Implicit redistribution: {op} would communicate {as_size(nbytes):,} B.",
+        f"Implicit redistribution: {op} would {does}.",
         why=why,
         fix=f'{fix}, or allow it: with policy(implicit="allow"): ...',
     )
-    if how == "error":
+    if how != "warn":
         raise error
     warnings.warn(str(error), stacklevel=3)

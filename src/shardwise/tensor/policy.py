@@ -21,8 +21,9 @@ def policy(
 
     Args:
         implicit: what happens when an op would communicate although the program did not ask for it: `"allow"` (the default
-            outside any block), `"warn"`, or `"error"`, which raises before anything is sent. `redistribute`, `full_tensor`,
-            `item()`, `bool()`, `equal` and the like are requests and always run.
+            outside any block), `"warn"`, or `"error"`, which raises before anything is sent; `"strict"` also refuses moves that
+            send nothing, such as taking a slice. `redistribute`, `full_tensor`, `item()`, `bool()`, `equal` and the like are
+            requests and always run.
         plain: what a plain tensor beside a DTensor counts as: `"error"` (the default outside any block) refuses it, `"replicate"`
             takes it to be the same on every rank, `"check"` compares its values on all ranks first, at the price of one small
             all-gather per call. Numbers and tensors with one element always count as replicated.

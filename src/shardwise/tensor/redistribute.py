@@ -57,7 +57,7 @@ def redistribute(
     if axes is None:
         target = Layout.replicated(spec.layout.shape, spec.layout.axes)
     else:
-        target, units = _target(spec.layout, spec.placements, *_check_target(placements, axes))
+        target, units = _target(spec.layout, spec.units, *_check_target(placements, axes))
     if target.partial:
         for _, op in target.partial:
             check_reducible(forward_dtype or spec.dtype, op)
@@ -104,13 +104,15 @@ def _check_target(
 @cached(4096)
 def _target(
     layout: Layout,
-    current: tuple[Placement, ...],
+    current: UnitPlacements,
     placements: tuple[Placement, ...] | None,
     axes: tuple[tuple[str, Placement], ...],
 ) -> tuple[Layout, UnitPlacements]:
     """The layout and the placements on axes of size 1 that a redistribution asks for."""
     if placements is None:
-        changed = list(current)
+        changed = list(layout.placements)
+        for axis, placement in current:
+            changed[axis] = placement
         for name, placement in axes:
             changed[layout.axes.index(name)] = placement
         placements = tuple(changed)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Pending, check_reducible
+from shardwise.comm.local_mode import outside_local_mode
 from shardwise.comm.run_many import PendingBlocks, run_many, start_many
 from shardwise.layout import Layout, LayoutError, Placement, Spec, contiguous_stride
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
@@ -19,11 +20,12 @@ from shardwise.tensor.redistribute import densify, returned_layout
 from shardwise.torch_internals.collectives import subjects
 from shardwise.torch_internals.dispatcher import below_autograd
 
-__all__ = ["PendingBlocks", "move_blocks", "redistribute_many", "start_moving_blocks"]
+__all__ = ["PendingBlocks", "RedistributeMany", "move_blocks", "redistribute_many", "start_moving_blocks"]
 
 Target = Sequence[Placement] | Layout
 
 
+@outside_local_mode
 def redistribute_many(
     tensors: Sequence[DTensor],
     placements: Target | Sequence[Target],
@@ -70,7 +72,7 @@ def redistribute_many(
             by_mesh.setdefault(id(x._spec.mesh), []).append(i)
     for indices in by_mesh.values():
         some = [tensors[i] for i in indices]
-        found = _RedistributeMany.apply(tuple(targets[i] for i in indices), async_op, *some)  # type: ignore[no-untyped-call]
+        found = RedistributeMany.apply(tuple(targets[i] for i in indices), async_op, *some)  # type: ignore[no-untyped-call]
         for i, x in zip(indices, found, strict=True):
             out[i] = x
     return [x for x in out if x is not None]
@@ -119,7 +121,7 @@ def _targets(tensors: Sequence[DTensor], placements: Any) -> list[Layout]:
     return out
 
 
-class _RedistributeMany(torch.autograd.Function):
+class RedistributeMany(torch.autograd.Function):
     """`apply(target layouts, async_op, *tensors)`, all of one mesh."""
 
     @staticmethod
@@ -138,7 +140,7 @@ class _RedistributeMany(torch.autograd.Function):
         targets = tuple(returned_layout(*three) for three in layouts)
         dense = [densify(grads[i], target) for i, target in zip(given, targets, strict=True)]
         if given:
-            moved = _RedistributeMany.apply(targets, ctx.async_op, *dense)  # type: ignore[no-untyped-call]
+            moved = RedistributeMany.apply(targets, ctx.async_op, *dense)  # type: ignore[no-untyped-call]
             for i, g in zip(given, moved, strict=True):
                 out[i] = g
         return (None, None, *out)

@@ -18,18 +18,21 @@ from typing import Any
 
 import torch
 
+from shardwise.comm import PerRank
 from shardwise.layout import contiguous_stride, is_dense
 from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.subclass import (
+    bump_versions,
     can_become_view,
     has_views,
     is_used_elsewhere,
+    storage_id,
     view_base,
     view_offset,
 )
-from shardwise.torch_internals.tracing import is_recording
+from shardwise.torch_internals.tracing import is_recording, is_tracing
 
-__all__ = ["CHANGE_SHAPES", "ShapeMethods"]
+__all__ = ["CHANGE_SHAPES", "REPLACED", "STRIDED", "ShapeMethods", "may_leave_views"]
 
 
 _USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
@@ -40,6 +43,18 @@ retain_grad() was called on it.
 _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer is what it is a view of.
   why: The view was created, then x.{name}(...) was called, then x.requires_grad_().
   fix: create the view after x.requires_grad_()."""
+
+
+_REPLACED_MEMORY = """The place of the DTensor {spec} in memory was asked for.
+  why: It is a view of a tensor whose memory was replaced (x.data = y, x.set_(y)), so where it begins in the former memory is not known.
+  fix: create the view after that, or use indices in place of strides and offsets."""
+
+_OUTSIDE = """as_strided({size}, {stride}) of the DTensor {spec} reaches memory outside of it.
+  why: It is a view that requires grad, and its base does not, so the gradient of that memory belongs to no tensor.
+  fix: x.detach().as_strided(...), or requires_grad_() of the base before the view is created."""
+
+REPLACED = "_shardwise_replaced"
+"""The attribute of tensors whose memory was replaced while there were views of it."""
 
 
 def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
@@ -82,6 +97,22 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
 def _can_change_places(x: Any) -> bool:
     """Whether an object can become another tensor; a graph that is recorded would still refer to what it was."""
     return not torch.compiler.is_compiling() and x._can_change_places and not is_recording()
+
+
+def may_leave_views(x: Any) -> bool:
+    """Whether an object can become a tensor with other memory, while its views keep what it was."""
+    return view_base(x) is None and not x.requires_grad and not x.is_inference() and _can_change_places(x)
+
+
+def _set(self: Any, *source: Any, **kwargs: Any) -> Any:
+    """Take the memory of another tensor."""
+    if len(source) != 1 or kwargs or not hasattr(source[0], "_spec") or not may_leave_views(self):
+        return torch.Tensor.set_(self, *source, **kwargs)
+    if not has_views(self) or torch.is_inference_mode_enabled():
+        return torch.Tensor.set_(self, *source)
+    bump_versions([self])
+    self.data = source[0]
+    return self
 
 
 class _NewNode(torch.autograd.Function):
@@ -197,6 +228,12 @@ def _retain_grad(self: Any) -> None:
 
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     """Let autograd record ops on the tensor, or not."""
+    if requires_grad and self.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Setting requires_grad=True on inference tensor outside InferenceMode is not allowed.\n"
+            "  why: The tensor has the memory of one that was created in torch.inference_mode().\n"
+            "  fix: x = x.clone().requires_grad_()"
+        )
     former = None if self.requires_grad or not requires_grad else _former_self(self)
     if former is not None:
         self._become(self.detach(), is_write=False)
@@ -205,17 +242,98 @@ def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     return torch.Tensor.requires_grad_(self, requires_grad)
 
 
+def _memory_root(x: Any) -> Any:
+    """The tensor that `x` is a view of, or None.
+
+    Raises if the memory of that tensor was replaced: where `x` begins in the former one is not known.
+    """
+    root = view_base(x)
+    if root is not None and root.__dict__.get(REPLACED) and _storage_of(x) != _storage_of(root):
+        raise RuntimeError(_REPLACED_MEMORY.format(spec=x._spec))
+    return root
+
+
+def _storage_of(x: Any) -> int:
+    """The storage of the block that a tensor is computed from, on the first rank if there are several."""
+    while x._source is not None:
+        x = x._source.base
+    block = x._local_tensor
+    return storage_id(block.ranks[0] if isinstance(block, PerRank) else block)
+
+
+_as_strided, _as_strided_scatter = torch.Tensor.as_strided, torch.Tensor.as_strided_scatter
+"""Torch's own methods, whose names on `torch.Tensor` are patched."""
+
+
 def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """`as_strided` of the tensor that `x` is a view of: sizes and strides may reach elements outside of `x`."""
-    root, size, stride = view_base(x), tuple(size), tuple(stride)
-    if root is None or (not storage_offset and (size, stride) == (tuple(x.shape), x.stride())):
-        return torch.Tensor.as_strided(x, size, stride, storage_offset)
-    out = torch.Tensor.as_strided(
-        root, size, stride, view_offset(x) if storage_offset is None else storage_offset
-    )
+    size, stride = tuple(size), tuple(stride)
+    is_same = (size, stride) == (tuple(x.shape), x.stride())
+    if is_same and storage_offset is None:
+        return _as_strided(x, size, stride)
+    root = _memory_root(x)
+    if root is None:
+        return _as_strided(x, size, stride, storage_offset)
+    first = view_offset(x)
+    offset = first if storage_offset is None else storage_offset
+    if is_same and offset == first:
+        return _as_strided(x, size, stride)
+    if _got_gradient_later(x, root):
+        return _as_strided(x, size, stride, _offset_within(x, size, stride, offset - first))
+    out = _as_strided(_memory_in(root, x.dtype), size, stride, offset)
     if x.is_conj():
         out = out.conj()
     return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
+
+
+def _memory_in(root: Any, dtype: torch.dtype) -> Any:
+    """The memory of a tensor as numbers of another dtype, as views of it have them."""
+    if root.dtype is dtype:
+        return root
+    is_real_part = root.is_complex() and not dtype.is_complex and root.dtype.to_real() is dtype
+    if is_real_part:
+        return torch.view_as_real(root)
+    is_complex_pair = dtype.is_complex and root.dtype is dtype.to_real()
+    return torch.view_as_complex(root) if is_complex_pair else root.view(dtype)
+
+
+def _got_gradient_later(x: Any, root: Any) -> bool:
+    """Whether gradients end at a view itself: it became a leaf that requires them, and its base requires none."""
+    return x.requires_grad and not root.requires_grad and torch.is_grad_enabled()
+
+
+def _offset_within(x: Any, size: Any, stride: Any, offset: int) -> int:
+    """The offset that counts from the first element of `x`, whose memory must contain all the elements."""
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+    if is_dense(x.shape, x.stride()) and offset >= 0 and last < x.numel():
+        return offset
+    raise RuntimeError(_OUTSIDE.format(size=tuple(size), stride=tuple(stride), spec=x._spec))
+
+
+def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """`as_strided_scatter`: offsets count from the beginning of the memory that `x` is a view of."""
+    if x.is_conj() or x.is_neg():
+        x = x.clone()  # torch computes the values before
+    root = _memory_root(x)
+    if root is None:
+        return _as_strided_scatter(x, src, size, stride, storage_offset)
+    first = view_offset(x)
+    if _got_gradient_later(x, root):
+        offset = first if storage_offset is None else storage_offset
+        return _as_strided_scatter(x, src, size, stride, _offset_within(x, size, stride, offset - first))
+    memory = _memory_in(root if root.requires_grad == x.requires_grad else root.detach(), x.dtype)
+    out = _as_strided_scatter(memory, src, size, stride, first if storage_offset is None else storage_offset)
+    out = _as_strided(out, x.shape, x.stride(), first)
+    return out.clone() if is_dense(out.shape, out.stride()) else out
+
+
+def _strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    return _strided(x, size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
+
+
+def _storage_offset(x: Any) -> int:
+    """Where the tensor begins in the memory of the one that it is a view of."""
+    return 0 if is_tracing() or _memory_root(x) is None else view_offset(x)
 
 
 def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
@@ -229,7 +347,7 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
         return None
     if x.is_contiguous() and math.prod(shape) <= x.numel():
         return x.view(-1)[: math.prod(shape)].view(shape)
-    above = view_base(x)
+    above = _memory_root(x)
     root = x if above is None else above
     if not is_dense(root.shape, root.stride()) or view_offset(x) + math.prod(shape) > root.numel():
         return None
@@ -255,7 +373,11 @@ class ShapeMethods:
     squeeze_ = _becoming("squeeze_", torch.Tensor.squeeze)
     unsqueeze_ = _becoming("unsqueeze_", torch.Tensor.unsqueeze)
     as_strided: Any = _strided
+    as_strided_copy: Any = _strided_copy
+    as_strided_scatter: Any = _strided_scatter
+    storage_offset: Any = _storage_offset
     as_strided_ = _becoming("as_strided_", _strided)
+    set_: Any = _set
     resize_ = _becoming("resize_", _resized)
     resize_as_ = _becoming("resize_as_", _resized_as)
     detach_: Any = _detach
@@ -269,3 +391,6 @@ CHANGE_SHAPES = (
     "t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_", "detach_",
 )  # fmt: skip
 """The methods after which the object is another tensor. `torch.ops.aten` has ops of the same names, which must call them."""
+
+STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")
+"""The methods that count strides and offsets in the memory of the tensor that `x` is a view of; also names of ops."""

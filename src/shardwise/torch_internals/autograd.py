@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ __all__ = [
     "has_saved_tensor_hooks",
     "has_tangent",
     "in_backward",
+    "optional_saved_tensor_hooks",
     "restore_hooks",
     "run_when_ready",
+    "without_optional_hooks",
 ]
 
 _current_task = torch._C._current_graph_task_id
@@ -153,6 +156,49 @@ def run_when_ready(result: Tensor) -> None:
     node: Any = result.grad_fn
     if node is not None and hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr((1 << 64) - 1)
+
+
+_optional_hooks: set[Callable[[Tensor], Any]] = set()
+_hooks = torch._C._autograd
+
+
+@contextmanager
+def optional_saved_tensor_hooks(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
+    """Inside, autograd saves tensors as `pack` returns them, except where `torch.func` allows no such hooks.
+
+    >>> seen = []
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with optional_saved_tensor_hooks(lambda t: seen.append(1) or t, lambda t: t):
+    ...     y = x * x
+    ...     z = torch.func.grad(lambda w: (w * w).sum())(torch.ones(2))
+    >>> seen
+    [1, 1]
+    """
+    if not _hooks._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        yield
+        return
+    _optional_hooks.add(pack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def without_optional_hooks(
+    original: Callable[[str], AbstractContextManager[None]], message: str
+) -> Iterator[None]:
+    """`torch.autograd.graph.disable_saved_tensors_hooks`, which refuses to run where there are hooks; `original` is torch's."""
+    left = []
+    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None and top[0] in _optional_hooks:
+        left.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        with original(message):
+            yield
+    finally:
+        for pack, unpack in reversed(left):
+            _hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def has_saved_tensor_hooks() -> bool:

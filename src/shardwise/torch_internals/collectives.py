@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from shardwise.torch_internals.direct_collectives import start_directly
+
 __all__ = [
     "BROADCAST_FUNCTION",
     "Monitor",
@@ -98,14 +100,28 @@ class Monitor(Protocol):
     def is_current(self) -> bool:
         """Whether the world that it watches is that of this process, still."""
 
-    def begin(self, group: str, note: Note) -> None:
-        """A collective of this group is about to begin."""
+    def begin(self, group: str, note: Note) -> bool:
+        """A collective of this group is about to begin; whether it is one of gloo, whose wait may have to be given up."""
 
     def wait(self, tensor: Tensor) -> Tensor:
         """Wait for the collective that returned this tensor."""
 
-    def wait_for(self, wait: Callable[[], Any]) -> Any:
-        """Wait for a collective that the program called itself."""
+    def wait_for(
+        self,
+        wait: Callable[[], Any],
+        is_done: Callable[[float], bool] | None = None,
+        in_thread: bool = False,
+    ) -> Any:
+        """Wait for a collective that the program called itself.
+
+        Args:
+            wait: the wait.
+            is_done: waits for some seconds, and returns whether `wait` would not have to.
+            in_thread: nothing ends the wait, so that another thread has to do it.
+        """
+
+    def close(self) -> None:
+        """The world is about to be destroyed."""
 
 
 monitors: list[Monitor] = []
@@ -125,7 +141,9 @@ def _call(op: Any, note: Note | None, group: str, tensor: Tensor, *args: Any) ->
         traced_groups.add(group)
     elif monitors and not tensor.is_meta:
         note = note or _default_note(op, tensor)
-        monitors[0].begin(group, _with_subject(subjects[-1], note) if subjects and subjects[-1] else note)
+        note = _with_subject(subjects[-1], note) if subjects and subjects[-1] else note
+        if monitors[0].begin(group, note) and not observers:
+            return start_directly(op, tensor, *args, group)
     if not observers:
         return op(tensor, *args, group)
     with own_collectives():

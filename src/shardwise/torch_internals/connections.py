@@ -17,6 +17,7 @@ __all__ = [
     "break_store_connection",
     "init_from_environment",
     "reset_collective_timeout",
+    "settle_threads",
     "world_store",
 ]
 
@@ -69,6 +70,29 @@ def break_connections() -> int:
         if "nccl" in str(dist.get_backend(group)) and hasattr(group, "abort"):
             group.abort()
     return broken
+
+
+def settle_threads(limit: float = 0.2) -> None:
+    """Wait until the threads that run gloo's collectives have nothing to do, before the interpreter ends.
+
+    A thread releases the tensors of a collective a moment after it is over, and needs Python for that. If the interpreter has begun to
+    end, this ends the process by SIGABRT, also of a program that has finished. Destroying the groups does not end the threads:
+    functional collectives keep references to the groups.
+    """
+    end, idle = time.monotonic() + limit, 0
+    while idle < 2 and time.monotonic() < end:
+        time.sleep(0.001)  # lets those that wait for Python go on
+        idle = 0 if any(map(_is_busy, _listed("/proc/self/task"))) else idle + 1
+
+
+def _is_busy(task: str) -> bool:
+    """Whether a thread of this process runs gloo's collectives, and is not waiting."""
+    try:
+        with open(f"/proc/self/task/{task}/stat", "rb") as file:
+            name, _, rest = file.read().rpartition(b")")
+    except OSError:  # it has ended
+        return False
+    return name.endswith(b"(pt_gloo_runloop") and rest.split()[0] not in (b"S", b"I")
 
 
 def break_store_connection(store: Any) -> int:

@@ -28,6 +28,7 @@ __all__ = [
     "python_binding",
     "read_schema",
     "records_views",
+    "run_composite",
     "tracking_views",
     "transforms_are_active",
     "without_dispatch",
@@ -161,6 +162,15 @@ def is_composite(func: Any) -> bool:
     (True, False)
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite op as other ops: by torch's C++ code, since its Python code does not check arguments.
+
+    >>> run_composite(torch.ops.aten.reshape.default, (torch.ones(2, 3), [6]), {}).shape
+    torch.Size([6])
+    """
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def has_derivative(func: Any) -> bool:

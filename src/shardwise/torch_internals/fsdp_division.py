@@ -8,10 +8,13 @@ from typing import Any
 
 from torch.distributed import ReduceOp
 
-__all__ = ["FSDP_COLLECTIVES", "FSDP_PARAMETERS", "divide_once"]
+__all__ = ["FSDP_COLLECTIVES", "FSDP_FUNCTIONS", "FSDP_PARAMETERS", "divide_once"]
 
 FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 """The module that reduces gradients. It reads the factors from its `_get_gradient_divide_factors`."""
+
+FSDP_FUNCTIONS = "torch.distributed.fsdp._fully_shard._fully_shard"
+"""The module that defines `fully_shard`."""
 
 FSDP_PARAMETERS = "torch.distributed.fsdp._fully_shard._fsdp_param"
 """The module that splits a parameter (`FSDPParam`) into the block of the rank whose number it asks for."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from shardwise.torch_internals.local_tensor import local_modes, without_local_mode
 
 __all__ = [
     "AnyPatch",
@@ -152,8 +154,10 @@ def unwrap_transforms(x: Any) -> Any:
     return x
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
+_NOTHING = nullcontext()
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
     """Inside, ops are not part of torch.func transforms: what they create is not wrapped.
 
     >>> def example(x):
@@ -163,11 +167,7 @@ def outside_transforms() -> Iterator[None]:
     >>> torch.func.grad(example)(torch.tensor(2.0))
     tensor(0.)
     """
-    if _functorch.maybe_current_level() is None:
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
+    return _NOTHING if _functorch.maybe_current_level() is None else temporarily_clear_interpreter_stack()
 
 
 def python_functions(names: Iterable[str]) -> list[tuple[Any, str]]:
@@ -196,6 +196,9 @@ def _install_kernel(patch: KernelPatch) -> None:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if when(args, kwargs):
+            if local_modes:
+                with without_local_mode():
+                    return run(*args, **kwargs)
             return run(*args, **kwargs)
         with beneath_patches():
             return func(*args, **kwargs)

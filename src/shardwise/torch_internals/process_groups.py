@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 __all__ = [
     "create_group",
     "fake_world",
+    "ranks_are_threads",
     "reduce_op_name",
     "resolve_group",
     "simulated_world",
@@ -48,6 +49,15 @@ def create_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
+
+
+def ranks_are_threads() -> bool:
+    """Whether each thread is a rank with a world of its own, as in torch's multi-threaded tests.
+
+    >>> ranks_are_threads()
+    False
+    """
+    return not isinstance(distributed_c10d._world, distributed_c10d._World)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

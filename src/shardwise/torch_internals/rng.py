@@ -10,10 +10,35 @@ import torch
 from torch import Tensor, random
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["seeding_listeners", "watch_torch_seeding"]
+__all__ = ["announce_seed", "seeding_listeners", "unobserved", "watch_torch_seeding"]
 
 seeding_listeners: list[Callable[[str], None]] = []
 """Called with "seed" when torch's global generator is seeded, and with "state" when its state is set; usually none."""
+
+_unobserved: list[None] = []
+_followers: list[Callable[[int], None]] = []
+
+
+def announce_seed(seed: int) -> None:
+    """Let random state that follows torch's generator follow this seed, as if the generator had been given it."""
+    for follow in _followers:
+        follow(seed)
+    for listener in seeding_listeners:
+        listener("seed")
+
+
+def unobserved(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, during which reading and setting the state of torch's generator calls nobody."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _unobserved.append(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _unobserved.pop()
+
+    return call
 
 
 @functools.cache
@@ -46,16 +71,20 @@ def watch_torch_seeding(
     @functools.wraps(get_state)
     def get_rng_state() -> Tensor:
         state = get_state()
-        saved[state] = save()
+        if not _unobserved:
+            saved[state] = save()
         return state
 
     @functools.wraps(set_state)
     def set_rng_state(new_state: Tensor) -> None:
         set_state(new_state)
+        if _unobserved:
+            return
         restore(saved.get(new_state))
         for listener in seeding_listeners:
             listener("state")
 
+    _followers.append(on_seed)
     random._seed_custom_device = _seed_custom_device
     torch.get_rng_state = random.get_rng_state = get_rng_state
     torch.set_rng_state = random.set_rng_state = set_rng_state

@@ -26,10 +26,13 @@ __all__ = [
     "version",
     "view_base",
     "view_offset",
+    "without_torch_functions",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
 
+without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of tensor subclasses is not called."""
 increment_versions: Any = torch._C._increment_version
 """`bump_versions` without its check: tensors of inference mode are passed over."""
 _is_inference: Any = torch.Tensor.is_inference
@@ -187,7 +190,13 @@ def is_used_elsewhere(x: Tensor) -> bool:
     tensor: Any = x
     if not x.is_leaf:
         return x.retains_grad and bool(tensor._use_count() > 1)
-    node = torch.autograd.graph.get_gradient_edge(x).node  # refers to the tensor as well
+    if (
+        x._is_view()
+        and torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.NO_GRAD_MODE
+    ):
+        return bool(tensor._use_count() > 1)  # it requires what its base requires, and has no node
+    with torch.inference_mode(False):  # in which no edge is recorded
+        node = torch.autograd.graph.get_gradient_edge(x).node  # refers to the tensor as well
     return node is not None and bool(tensor._use_count() > 2)
 
 

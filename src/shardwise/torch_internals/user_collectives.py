@@ -12,8 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
 
 from shardwise.torch_internals.collectives import Note, monitors, note_of
+from shardwise.torch_internals.direct_collectives import is_done
 
 __all__ = ["note_user_collective", "watch_user_collectives"]
 
@@ -41,6 +44,8 @@ _NAMES = {
 """Methods of process groups that all ranks of a group call, with the names that programs know."""
 _EQUAL_SIZES = frozenset({"allreduce", "broadcast", "reduce"})
 """Those whose first argument must have the same number of elements on all ranks."""
+_MESSAGES = frozenset(map(int, (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)))
+"""Works that break the connection if they are waited for in vain for a limited time."""
 
 
 def note_user_collective(method: str, args: tuple[Any, ...]) -> Note:
@@ -76,9 +81,53 @@ def _monitored_wait(original: Callable[..., Any]) -> Callable[..., Any]:
             not monitors or args or kwargs or not monitors[0].is_current()
         ):  # with a timeout of its own, a wait is the program's business
             return original(self, *args, **kwargs)
-        return monitors[0].wait_for(lambda: original(self))
+        if self._get_op_type() in _MESSAGES or not _all_groups_are_gloo():
+            return monitors[0].wait_for(lambda: original(self))
+        return monitors[0].wait_for(lambda: original(self), lambda seconds: is_done(self, seconds))
 
     return wait
+
+
+def _all_groups_are_gloo() -> bool:
+    return all("gloo" in name and "," not in name for name, _ in distributed_c10d._world.pg_map.values())
+
+
+class _AnySourceWork:
+    """The receipt of a message from any rank. Gloo does not end such a wait when connections break."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the message."""
+        if not monitors or args or kwargs or not monitors[0].is_current():
+            return self._work.wait(*args, **kwargs)
+        return monitors[0].wait_for(lambda: _unwatched_wait(self._work), in_thread=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _receives_from_any(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def recv_anysource(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _AnySourceWork(original(self, *args, **kwargs))
+
+    return recv_anysource
+
+
+def _destroys_world(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> Any:
+        if monitors and monitors[0].is_current() and (group is None or group is dist.group.WORLD):
+            monitors[0].close()
+        return original(group)
+
+    return destroy_process_group
+
+
+def _unwatched_wait(work: Any) -> Any:
+    return getattr(dist.Work.wait, "__wrapped__", dist.Work.wait)(work)
 
 
 def watch_user_collectives() -> None:
@@ -88,4 +137,7 @@ def watch_user_collectives() -> None:
     for method in _NAMES:
         if (original := getattr(dist.ProcessGroup, method, None)) is not None:
             setattr(dist.ProcessGroup, method, _monitored(method, original))
+    dist.ProcessGroup.recv_anysource = _receives_from_any(dist.ProcessGroup.recv_anysource)  # type: ignore[method-assign]
+    destroy = _destroys_world(dist.destroy_process_group)
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy
     dist.Work.wait = _monitored_wait(dist.Work.wait)  # type: ignore[method-assign]

@@ -379,6 +379,35 @@ def test_a_backward_pass_ends_unshard(strategy):
                 assert torch.equal(full(p.grad), full(q.grad))
 
 
+def test_what_is_done_to_parameters_after_unshard_is_done_to_the_stored_ones():
+    with simulate(2):
+        dense, (model, _, _, _) = build("mlp"), prepare("mlp", "each", (2,))
+
+        def unshard():
+            for module in (*model.layers, model):
+                module.unshard()
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+        model(inputs()).sum().backward()
+        unshard()
+        model.zero_grad()
+        assert not any(isinstance(p, DTensor) for p in model.parameters())  # still gathered
+        copied = copy.deepcopy(model)
+        model.float()
+        assert {(type(p), p.dtype, p.grad) for p in model.parameters()} == {(DTensor, torch.float32, None)}
+        unshard()
+        model.requires_grad_(False)
+        assert {(type(p), p.requires_grad) for p in model.parameters()} == {(DTensor, False)}
+        assert all(isinstance(p, DTensor) and p.requires_grad for p in copied.parameters())
+        for net in (dense, copied):
+            net.zero_grad()
+        copied(inputs()).sum().backward()
+        for rank in range(2):
+            (dense(inputs().ranks[rank]).sum() / 2).backward()
+        for p, q in zip(copied.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+
+
 def test_state_dicts_are_those_of_stored_parameters():
     with simulate(2):
         model, _, _, _ = prepare("mlp", "whole", (2,))
@@ -652,7 +681,7 @@ def test_bad_input():
                 ValueError,
                 "shard='dp', replicate='dp'",
             ),
-            (lambda: DataParallelMeshDims(), ValueError, "neither shard nor replicate"),
+            (lambda: DataParallelMeshDims(), ValueError, "At least one of shard or replicate"),
             (lambda: replicate(build("mlp"), mesh=other, bucket=3), TypeError, "replicate got bucket"),
             (lambda: zero(build("mlp"), torch.optim.SGD([torch.ones(1)]), 3), ValueError, "stage=3"),
             (lambda: explain(build("mlp")), ValueError, "without data-parallel modules"),

@@ -159,6 +159,61 @@ def test_bytes_are_those_of_the_tensors_that_are_sent():
         assert explain(model).groups[0].gathers[0].bytes == ledger.bytes / 2
 
 
+class Pair(Wrapper):
+    """Two tensors, which are gathered together: the parameter is their mean. As torch's own, it wants memory without an offset."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self._data, self._data + 2), None
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        first, second = all_gather_outputs
+        assert first.storage_offset() == second.storage_offset() == 0
+        assert param_dtype is torch.float32  # that of the parameter, if the policy names none
+        return (first + second) / 2 - 1, ()
+
+
+def test_what_is_gathered_is_in_memory_of_its_own():
+    with simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        rows = torch.ones(2, 6)
+        out = sharded(Pair, 8, mesh)(sw.per_rank(lambda rank: rows))
+        torch.testing.assert_close(out.ranks[1], model_of(None, 8)(rows))
+
+
+def gather_in_16_bits(mesh):
+    """The gathered weights of a model of plain tensors, of which one has the methods, and the mesh that they got."""
+    model, seen = sharded(None, 8, mesh), []
+
+    def before(mesh, outer_size, outer_stride, module, mp_policy):
+        seen.append((mesh.ndim, mesh.size(), outer_size))
+        return (block.bfloat16(),), None
+
+    def after(all_gather_outputs, metadata, param_dtype, *, out=None):
+        return all_gather_outputs[0].to(param_dtype), ()
+
+    block = model[0].weight.to_local()
+    model[0].weight._local_tensor.fsdp_pre_all_gather = before
+    model[0].weight._local_tensor.fsdp_post_all_gather = after
+    model(torch.ones(1, 6)).sum().backward()
+    model.unshard()
+    for layer in model:
+        layer.unshard()
+    return [layer.weight.detach().clone() for layer in model], seen[0]
+
+
+def on_pairs():
+    return gather_in_16_bits(sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pod", "dp")))
+
+
+@pytest.mark.processes
+def test_methods_of_a_single_tensor(workers):
+    first, second = model_of(None, 8)
+    for (one, other), mesh in workers.run(on_pairs):
+        torch.testing.assert_close(one, first.weight.bfloat16().float(), rtol=0, atol=0)
+        torch.testing.assert_close(other, second.weight, rtol=0, atol=0)
+        assert mesh == (1, 2, (8, 6))  # without the axis that replicates
+
+
 def test_classes_that_do_not_fit():
     with simulate(2):
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

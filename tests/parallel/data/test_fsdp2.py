@@ -151,3 +151,26 @@ def test_what_programs_for_torch_see_of_a_sharded_module():
         on_meta = fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh)
         with pytest.raises(RuntimeError, match=r"(?s)still on meta device: \['weight', 'bias'\].*why.*fix"):
             on_meta(torch.ones(2, 4))
+
+
+def default_and_equal_meshes():
+    """The default mesh, training on slices of two equal meshes, and the error of a hook's stream."""
+    default = fully_shard(nn.Linear(4, 4)).weight.device_mesh
+    one, other = (sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) for _ in range(2))
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    model = copy.deepcopy(dense)
+    plan = {"0": sw.parallel.ColwiseParallel(), "2": sw.parallel.RowwiseParallel()}
+    fully_shard(sw.parallel.parallelize_module(model, other["tp"], plan), mesh=one["dp"])
+    for net in (dense, model):
+        net(torch.ones(2, 4)).sum().backward()
+    pairs = zip(model.parameters(), dense.parameters(), strict=True)
+    same = all(torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6) for p, q in pairs)
+    with pytest.raises(ValueError, match=r"(?s)stream cannot be set when using native HSDP.*why: .*fix: "):
+        fully_shard(nn.Linear(4, 4), mesh=one).set_all_reduce_hook(print, stream=object())
+    return default == sw.init_device_mesh("cpu", (4,)), same
+
+
+@pytest.mark.processes
+def test_meshes_are_compared_as_in_torch(workers):
+    assert workers.run(default_and_equal_meshes) == [(True, True)] * 4

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.parallel.data.models import build, full
 from tests.parallel.data.test_engine import groups, shard_each
 from tests.parallel.data.test_programs import check_gradients, mesh_of
@@ -320,3 +321,63 @@ def test_buffers_and_differentiable_inputs_beside_tensor_parallelism_on_a_slice(
             torch.testing.assert_close(p.grad.full_tensor().ranks[0], q.grad, rtol=1e-9, atol=1e-12)
         if not own_rows:
             torch.testing.assert_close(given.grad, plain.grad, rtol=1e-9, atol=1e-12)
+
+
+# ---- data axes that the program names
+
+
+def train_on_named_axes(sizes, names, dims, split):
+    """On one of four ranks: whether parameters after steps on data of each rank are those of averaged gradients.
+
+    The mesh is made of the axis of another one; parameters and data are DTensors on all of it, and data that differ are
+    declared to be replicated, as programs for torch have it.
+    """
+    world = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    mesh = world._unflatten(0, sizes, names)
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(dense)
+
+    def partition(name, module, mesh):
+        for n, p in list(module.named_parameters(recurse=False)):
+            placements = [Replicate()] * mesh.ndim
+            if split and n == "weight":
+                placements[-1] = Shard(0 if name == "0" else 1)
+            module.register_parameter(n, nn.Parameter(sw.distribute_tensor(p, mesh, placements)))
+
+    sw.distribute_module(model, mesh, partition)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    mine = dist.get_rank() // (2 if split else 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (dense, model)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mean_over_ranks(dense, 2 if split else 4)
+        data = DTensor.from_local(DATA[mine], mesh, [Replicate()] * mesh.ndim, run_check=False)
+        model(data).pow(2).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = zip(model.parameters(), dense.parameters(), strict=True)
+    return all(torch.allclose(p.full_tensor(), q) for p, q in pairs)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("sizes", "names", "dims", "split"),
+    [
+        ((4,), ("dp",), DataParallelMeshDims(shard="dp"), False),
+        ((4,), ("dp",), DataParallelMeshDims(replicate="dp"), False),
+        ((2, 2), ("pod", "dp"), DataParallelMeshDims(shard="dp", replicate="pod"), False),
+        ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp"), True),
+    ],
+)
+def test_data_differ_along_the_axes_that_are_named(workers, sizes, names, dims, split):
+    assert all(workers.run(train_on_named_axes, sizes, names, dims, split))
+
+
+def test_named_axes_that_the_mesh_does_not_have():
+    with (
+        simulate(2),
+        pytest.raises(ValueError, match=r"(?s)cp not found in mesh.mesh_dim_names.*why: .*fix: "),
+    ):
+        fully_shard(nn.Linear(2, 2), mesh=mesh_of(2), dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))

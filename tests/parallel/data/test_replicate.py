@@ -1,16 +1,18 @@
 """`replicate` in the form of `DistributedDataParallel`: parameters stay plain tensors."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.parallel.data.models import build, full
 from tests.parallel.data.test_meshes import DATA, mean_over_ranks, own_data
 from tests.parallel.data.test_programs import check_gradients, mesh_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import DTensor, distribute_tensor, simulate
+from shardwise import DTensor, distribute_tensor, init_device_mesh, simulate
 from shardwise.comm import counting
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.layout import Shard
@@ -172,3 +174,112 @@ def test_training_equals_ddp(workers):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
         assert broadcasts == 3  # one for each dtype
+
+
+def groups_lists_and_options():
+    """On one of four ranks: gradients of a model whose data differ along one axis, with the options of DDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data = torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    found = []
+    for options in ({"process_group": mesh["dp"].get_group()}, {"device_mesh": mesh["dp"]}, {}):
+        dense, model = build("mlp"), build("mlp")
+        replicate(model, device_id=torch.device("cpu"), **options)
+        for net in (dense, model):
+            net(data).pow(2).sum().backward()
+        group, ranks = (mesh["dp"].get_group(), 2) if options else (None, 4)
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            dist.all_reduce(q.grad, group=group)
+            found.append(bool(torch.allclose(p.grad, q.grad / ranks)))
+    return all(found)
+
+
+@pytest.mark.processes
+def test_the_group_of_ranks_is_the_one_that_is_given(workers):
+    assert all(workers.run(groups_lists_and_options))
+
+
+def test_lists_of_modules_are_one_group():
+    with simulate(2):
+        dense, model = build("mlp"), build("mlp")
+        parts = [model.layers[0], model.layers[1]]
+        assert replicate(parts, mesh=mesh_of(2)) is parts
+        replicate(model, mesh=mesh_of(2))
+        assert parts[0]._get_fsdp_state() is replicate.state(parts[1])
+        mean_over_ranks(dense, 2)
+        loss_of(model).backward()
+        check_gradients(model, dense)
+
+
+def test_precision_as_ddp_takes_it():
+    with simulate(2):
+        model = replicate(
+            nn.Linear(5, 3), mixed_precision=SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=None)
+        )
+        out = model(own_data().float())
+        assert out.dtype is torch.bfloat16
+        out.sum().backward()
+        assert model.weight.grad.dtype is torch.float32
+
+
+def test_options_that_do_not_fit():
+    with simulate(2):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)Expected device_id to be int or torch.device.*why: .*fix: "
+        ):
+            replicate(nn.Linear(2, 2), device_id=["cpu"])
+        model = fully_shard(nn.Linear(2, 2), mesh=mesh_of(2))
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)Cannot apply `replicate\(\)` on a Module already managed by `fully_shard`",
+        ):
+            replicate(model)
+
+
+class ReadsWeights(nn.Module):
+    """Computes with the weight of a module that it has called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x) + self.layer.weight.sum(1)
+
+
+@pytest.mark.parametrize(
+    "shard", [replicate, lambda m, **o: fully_shard(m, reshard_after_forward=False, **o)]
+)
+def test_gathered_weights_can_be_read_until_the_pass_ends(shard):
+    with simulate(2):
+        dense, model = ReadsWeights().double(), ReadsWeights().double()
+        model.load_state_dict(dense.state_dict())
+        for module in (model.layer, model):
+            shard(module, mesh=mesh_of(2))
+        for _ in range(2):
+            for net in (dense, model):
+                net.zero_grad()
+            mean_over_ranks(dense, 2)
+            loss_of(model).backward()
+            check_gradients(model, dense)
+            assert isinstance(model.layer.weight, DTensor)
+
+
+def half_precision(way, options):
+    """Gradients in float16 whose mean is finite and whose sum is not."""
+    model = nn.Linear(3, 4, bias=False)
+    way(
+        model,
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pod", "dp")),
+        mp_policy=MixedPrecisionPolicy(torch.float16),
+    )
+    if options:
+        model.set_gradient_divide_factor(options)
+    (model(torch.ones(1, 3)) * 40000).sum().backward()
+    return model.weight.grad.full_tensor()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("way", "factor"), [(fully_shard, None), (replicate, None), (fully_shard, 5.0)])
+def test_means_of_half_precision_do_not_overflow(workers, way, factor):
+    for grad in workers.run(half_precision, way, factor):
+        torch.testing.assert_close(grad, torch.full((4, 3), 40000.0 * 4 / (factor or 4)), rtol=1e-3, atol=0)

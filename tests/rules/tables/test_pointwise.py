@@ -1,4 +1,4 @@
-"""Reductions that pass because all tensors have them."""
+"""Reductions that pass: because all tensors have them, from one tensor beside replicated ones, or of one tensor."""
 
 from __future__ import annotations
 
@@ -64,3 +64,54 @@ def test_pending_values_are_put_into_a_pending_tensor(line, accumulate):
     torch.testing.assert_close(y.full_tensor(), want)
     whole = values.redistribute(placements=[Replicate()])
     torch.testing.assert_close(torch.index_put(x, [torch.tensor(1)], whole, accumulate).full_tensor(), want)
+
+
+@pytest.mark.parametrize("op", [torch.maximum, torch.minimum])
+@pytest.mark.parametrize("reduce_op", ["max", "min"])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_greater_of_a_pending_extremum_and_a_replicated_tensor_stays_pending(line, op, reduce_op, first):
+    x = _pending(line, reduce_op, 4, 2)
+    whole = torch.randn(2, dtype=torch.float64)
+    whole[0] = float("nan")
+    y = sw.distribute_tensor(whole, line, [Replicate()])
+    with CommDebugMode() as counts:
+        z = op(x, y) if first else op(y, x)
+    assert counts.get_total_counts() == 0
+    assert z.placements == (Partial(reduce_op),)
+    torch.testing.assert_close(z.full_tensor(), op(x.full_tensor(), whole), equal_nan=True)
+
+
+def test_a_pending_maximum_beside_a_pending_sum_reduces_the_sum_only(line):
+    x, y = _pending(line, "max", 4), _pending(line, "sum", 4)
+    with CommDebugMode() as counts:
+        z = torch.maximum(x, y)
+    assert counts.get_total_counts() == 1
+    assert torch.equal(z.full_tensor(), torch.maximum(x.full_tensor(), y.full_tensor()))
+
+
+@pytest.mark.parametrize("op", [torch.sign, torch.sgn])
+def test_the_sign_of_a_pending_maximum_that_is_nan_is_zero(line, op):
+    blocks = sw.per_rank(lambda rank: torch.tensor([float("nan"), 1.0] if rank else [1.0, 2.0]))
+    x = sw.DTensor.from_local(blocks, line, [Partial("max")])
+    assert op(x).full_tensor().tolist() == [0.0, 1.0]
+    exact = _pending(line, "max", 4, dtype=torch.int64)
+    assert op(exact).placements == (Partial("max"),)
+
+
+def test_ops_of_prims_are_pointwise(line):
+    prims = torch.ops.prims
+    whole = torch.rand(6, 2) * 0.8 + 0.1
+    x = sw.distribute_tensor(whole, line, [sw.Shard(0)])
+    with CommDebugMode() as counts:
+        for op in (prims.bessel_i0e, prims.ndtri, prims.rsqrt, prims.view_of, torch.special.erfcx):
+            y = op(x)
+            assert y.placements == (sw.Shard(0),)
+            torch.testing.assert_close(y.to_local().ranks[1], op(whole[2:4]))
+        for op in (prims.div, prims.hypot, prims.ne):
+            y = op(x, x)
+            assert y.placements == (sw.Shard(0),)
+            torch.testing.assert_close(y.to_local().ranks[2], op(whole[4:], whole[4:]))
+    assert counts.get_total_counts() == 0
+    pending = _pending(line, "sum", 3)
+    assert prims.neg(pending).placements == (Partial("sum"),)
+    torch.testing.assert_close(prims.exp(pending).full_tensor(), pending.full_tensor().exp())

@@ -5,32 +5,32 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from shardwise._absent import absent
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     ContextParallelOptions as _ContextParallelOptions,
 )
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     RotateMethod as _RotateMethod,
 )
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     context_parallel,
     context_parallel_unshard,
     set_rotate_method,
 )
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     context_parallel_shard as _context_parallel_shard,
 )
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     disable_dispatcher as _disable_context_parallel_dispatcher,
 )
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     enable_dispatcher as _enable_context_parallel_dispatcher,
 )
-from shardwise.parallel.context_parallel import (
+from shardwise.experimental._context_parallel.sequences import (
     options as _cp_options,
 )
-from shardwise.parallel.context_style import ContextParallelStyle as _ContextParallel
-from shardwise.parallel.token_order import HeadTailLoadBalancer as _HeadTailLoadBalancer
-from shardwise.parallel.token_order import LoadBalancer as _LoadBalancer
+from shardwise.experimental._context_parallel.style import ContextParallelStyle as _ContextParallel
+from shardwise.experimental._context_parallel.token_order import HeadTailLoadBalancer as _HeadTailLoadBalancer
+from shardwise.experimental._context_parallel.token_order import LoadBalancer as _LoadBalancer
 
 __all__ = [
     "_ContextParallel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,7 +32,7 @@ __all__ = ["apply_layouts", "fully_shard", "replicate", "share_comm_ctx"]
 
 _BUCKET_MB = 25.0
 _DDP_OPTIONS = frozenset(
-    """device_ids output_device dim broadcast_buffers process_group bucket_cap_mb find_unused_parameters check_reduction
+    """device_id device_ids output_device dim broadcast_buffers process_group bucket_cap_mb find_unused_parameters check_reduction
     gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce mixed_precision device_mesh
     skip_all_reduce_unused_params init_sync""".split()
 )
@@ -92,6 +93,7 @@ def fully_shard(
     check_modules(modules, "fully_shard")
     on = data_axes(mesh or default_mesh(modules), dp_mesh_dims, "fully_shard", shard=True)
     apply_layouts(
+        "fully_shard",
         modules,
         shard_choice(shard_placement_fn, on),
         mp_policy,
@@ -106,7 +108,11 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
+_PREFIXES = {"fully_shard": "FSDP", "replicate": "Replicate", "zero": "Zero"}
+
+
 def apply_layouts(
+    what: str,
     modules: Sequence[nn.Module],
     choose: Choice,
     policy: MixedPrecisionPolicy,
@@ -116,20 +122,22 @@ def apply_layouts(
     whole_mesh: bool,
     reshard: bool | int | None,
     bucket_bytes: int | None = None,
-    prefix: str = "FSDP",
     plain: bool = False,
 ) -> State:
-    """Make modules data-parallel whose parameters form one group for each mesh, and return what they share."""
-    check_policies(policy, offload, "A data-parallel module")
+    """Make modules data-parallel whose parameters form one group for each mesh, and return what they share.
+
+    `what`: the public function. The others are its arguments.
+    """
+    check_policies(policy, offload, what)
     slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy, plain)
     name = type(modules[0]).__name__
     groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]
-    state = State(name, groups, policy, None)
-    state.set_reshard(reshard, "fully_shard")
+    state = State(name, what, groups, policy)
+    state.set_reshard(reshard, what)
     called = [m for module in modules for m in modules_to_call(module)]
     state.modules = max(1, len(called))
     for module in {id(m): m for m in (*modules, *called)}.values():
-        make_data_parallel(module, state, prefix)
+        make_data_parallel(module, state, _PREFIXES[what])
     mark_recomputed(modules, groups)
     for module in modules:
         for path, inner in module.named_modules():
@@ -144,7 +152,7 @@ def apply_layouts(
 
 
 def replicate(
-    module: nn.Module,
+    module: Any,
     ignored_modules: Iterable[nn.Module] | None = None,
     *,
     mesh: DeviceMesh | None = None,
@@ -164,18 +172,19 @@ def replicate(
       copied to all others. If a parameter is a DTensor on other axes, all become DTensors as in the first form.
 
     Args:
-        module: the module.
+        module: the module, or a list of modules that form one group.
         ignored_modules: submodules whose parameters are left as they are.
         mesh: a mesh of any number of axes, all of them data axes. By default all ranks, in DDP's form.
         mp_policy: the dtypes of compute and reduction.
         offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: the data axes of `mesh` by name, if it has others.
-        **ddp_kwargs: the options of `DistributedDataParallel`. `device_mesh`, `bucket_cap_mb`, `find_unused_parameters` and
-            `init_sync` have their meaning; the others are accepted, and without effect.
+        **ddp_kwargs: the options of `DistributedDataParallel`. `device_mesh`, `process_group`, `bucket_cap_mb`,
+            `find_unused_parameters`, `mixed_precision` and `init_sync` have their meaning; the others are accepted, and without
+            effect.
 
     Returns:
-        The module. Its class is now also a `FSDPModule`.
+        The module, or the list. Its class is now also a `FSDPModule`.
 
     Raises:
         LayoutError: the mesh does not fit.
@@ -184,39 +193,47 @@ def replicate(
     With `mesh` nothing is communicated before the backward pass: all ranks must have the same parameters. In DDP's form
     parameters and buffers are broadcast, unless `init_sync=False`.
     """
-    check_modules([module], "replicate")
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    check_modules(modules, "replicate")
     if unknown := sorted(set(ddp_kwargs) - _DDP_OPTIONS):
         raise TypeError(
             f"replicate got {', '.join(unknown)}.\n"
             "  why: It takes its own arguments and the options of DistributedDataParallel.\n"
             f"  fix: Leave {', '.join(unknown)} out."
         )
-    on = data_axes(
-        mesh or ddp_kwargs.get("device_mesh") or default_mesh([module]),
-        dp_mesh_dims,
-        "replicate",
-        shard=False,
-    )
+    if not isinstance(device := ddp_kwargs.get("device_id", 0), int | torch.device):
+        raise RuntimeError(
+            f"Expected device_id to be int or torch.device, but got {type(device)}.\n"
+            "  why: A module is on one device.\n"
+            "  fix: Leave device_id out: the parameters are where they are."
+        )
+    given = mesh or ddp_kwargs.get("device_mesh") or default_mesh(modules, ddp_kwargs.get("process_group"))
+    on = data_axes(given, dp_mesh_dims, "replicate", shard=False)
+    if (precision := ddp_kwargs.get("mixed_precision")) is not None:
+        mp_policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
     ignored = {*(ignored_params or ()), *(p for m in ignored_modules or () for p in m.parameters())}
     cap = ddp_kwargs.get("bucket_cap_mb") or _BUCKET_MB
     state = apply_layouts(
-        [module],
+        "replicate",
+        modules,
         lambda param: (on, None),
         mp_policy,
         offload_policy,
         ignored,
         whole_mesh=dp_mesh_dims is not None,
-        reshard=None,
+        reshard=False,
         bucket_bytes=int(cap * 2**20),
-        prefix="Replicate",
         plain=mesh is None and dp_mesh_dims is None,
     )
     params = [slot.param for group in state.groups for slot in group.slots]
     if mesh is None and ddp_kwargs.get("init_sync", True) and not any(isinstance(p, DTensor) for p in params):
-        copy_from_first_rank([*params, *module.buffers()], on.mesh)
+        copy_from_first_rank([*params, *(b for m in modules for b in m.buffers())], on.mesh)
     for group in state.groups:
-        group.reduce_unused = bool(ddp_kwargs.get("find_unused_parameters"))
+        group.reduction.reduce_unused = bool(ddp_kwargs.get("find_unused_parameters"))
     return module
+
+
+replicate.state = state_of  # type: ignore[attr-defined]
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import PerRank, is_simulated, members_of
+from shardwise.comm import is_simulated
 from shardwise.parallel.data.passes import current_backward_pass
 from shardwise.parallel.data.reduction import Finish
-from shardwise.parallel.data.slot import Slot
-from shardwise.tensor.dtensor import DTensor
+from shardwise.parallel.data.slot import Slot, joined
 from shardwise.torch_internals.autograd import (
     PROBE,
     accumulates_everywhere,
@@ -23,7 +22,7 @@ from shardwise.torch_internals.autograd import (
     run_when_ready,
 )
 
-__all__ = ["WeakReduce", "connected_tensors", "joined"]
+__all__ = ["WeakReduce", "connected_tensors"]
 
 
 class _Reducer(Protocol):
@@ -68,13 +67,6 @@ def connected_tensors(
         return dict(zip(slots, found, strict=True))
     rest = iter(found)
     return {i: joined([next(rest) for _ in some], mesh) for i, some in zip(slots, raw, strict=True)}
-
-
-def joined(raw: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
-    """The tensor that a module computes with, of what `Slot.raw` returned."""
-    if len(raw) == 1 and (type(raw[0]) is DTensor or not is_simulated()):
-        return raw[0]
-    return PerRank(dict(zip(members_of(mesh), raw, strict=True)))
 
 
 def _joined_grads(grads: Sequence[Tensor | None], mesh: DeviceMesh) -> Tensor | None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from shardwise.layout import Layout, block_shape
 from shardwise.parallel.data.group import Group
-from shardwise.parallel.data.memory import compute_dtype
 from shardwise.parallel.data.state import State, state_of
 from shardwise.plan import GroupedPlan
 
@@ -199,7 +198,7 @@ def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
         tuple(texts.items()),
         group.gather_plan(),
         group.gather_again_plan() if again else None,
-        tuple(group.reduction_plans()),
+        tuple(group.reduction.plans(group.buckets)),
         group.mesh.size(),
         _memory(group, kept=not reshard),
     )
@@ -207,21 +206,17 @@ def _traffic(state: State, group: Group, root: State | None) -> GroupTraffic:
 
 def _memory(group: Group, kept: bool) -> GroupMemory:
     moved = [s for s in group.slots if s.is_moved] if not group.is_in_place else []
-    compute, wire = group.policy.param_dtype, group.policy.reduce_dtype
+    wire = group.policy.reduce_dtype
     trained = [
         [group.slots[i] for i in bucket if group.slots[i].param.requires_grad] for bucket in group.buckets
     ]
-    dtypes = [[compute_dtype(s, compute) for s in bucket] for bucket in trained]
 
     def summed(layout: str, cast: torch.dtype | None) -> tuple[int, ...]:
-        return tuple(
-            sum(_size(getattr(s, layout), cast or d) for s, d in zip(slots, some, strict=True))
-            for slots, some in zip(trained, dtypes, strict=True)
-        )
+        return tuple(sum(_size(getattr(s, layout), cast or s.dtype) for s in slots) for slots in trained)
 
     return GroupMemory(
-        sum(_size(s.stored, compute_dtype(s, compute)) for s in moved),
-        sum(_size(s.computed, compute_dtype(s, compute)) for s in moved),
+        sum(_size(s.stored, s.dtype) for s in moved),
+        sum(_size(s.computed, s.dtype) for s in moved),
         summed("computed", None),
         summed("computed", wire),
         summed("stored", wire),

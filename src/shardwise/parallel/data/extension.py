@@ -1,7 +1,7 @@
-"""Parameters of tensor classes that choose what is gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as torch calls them.
+"""Parameters that choose what is gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as torch calls them.
 
-Classes of float8 and quantized tensors have these methods: each rank sends smaller tensors than its block, of which all ranks make
-the parameter that they compute with.
+Classes of float8 and quantized tensors have these methods, or single tensors: each rank sends smaller tensors than its block, of
+which all ranks make the parameter that they compute with.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(block: Tensor) -> bool:
-    """Whether the class of a block chooses what is gathered."""
-    if type(block) is Tensor:
-        return False
-    kind = type(block.ranks[0] if isinstance(block, PerRank) else block)
-    if hasattr(kind, _PRE) is not hasattr(kind, _POST):
+    """Whether a block, or its class, chooses what is gathered."""
+    if isinstance(block, PerRank):
+        block = block.ranks[0]
+    if hasattr(block, _PRE) is not hasattr(block, _POST):
         raise LayoutError(
-            f"A parameter is a {kind.__name__}, which has only one of {_PRE} and {_POST}.",
+            f"A parameter is a {type(block).__name__}, which has only one of {_PRE} and {_POST}.",
             why="One returns what is gathered, the other makes the parameter of it.",
             fix="Define both, or neither.",
         )
-    return hasattr(kind, _PRE)
+    return hasattr(block, _PRE)
 
 
 class Sent(NamedTuple):
@@ -47,15 +46,17 @@ class Sent(NamedTuple):
     tensors: list[Tensor]
     items: list[Item]
     metadata: Any  # that of this rank, or of each rank of a simulation
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
     def received(self, found: Sequence[Tensor]) -> Tensor:
         """The block of the gathered parameter."""
         slot = self.slot
 
         def one(coord: tuple[int, ...], block: Any, metadata: Any, *outputs: Tensor) -> Tensor:
+            # in memory of their own: a class may keep them, and has no reason to expect an offset
+            parts = tuple(t.clone(memory_format=torch.contiguous_format) for t in outputs)
             whole: Tensor
-            whole, _ = block.fsdp_post_all_gather(outputs, metadata[0], self.dtype)
+            whole, _ = block.fsdp_post_all_gather(parts, metadata[0], self.dtype)
             rows = block_shape(slot.computed, coord)[0]
             return whole if len(whole) == rows else whole[:rows]  # the last ranks' parts were padded
 
@@ -88,9 +89,8 @@ def tensors_to_send(slot: Slot, block: Tensor, policy: MixedPrecisionPolicy) -> 
 
     with torch.no_grad():
         tensors, metadata = on_mesh(slot.mesh, one, block)
-    return Sent(
-        slot, block, list(tensors), [_item(slot, t, order) for t in tensors], metadata, policy.param_dtype
-    )
+    items = [_item(slot, t, order) for t in tensors]
+    return Sent(slot, block, list(tensors), items, metadata, policy.param_dtype or block.dtype)
 
 
 def _item(slot: Slot, tensor: Tensor, axes: tuple[int, ...]) -> Item:

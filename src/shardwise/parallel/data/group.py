@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
-import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,31 +14,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import ranks_of
-from shardwise.parallel.data.agreement import compare_ranks
-from shardwise.parallel.data.connect import WeakReduce, connected_tensors, joined
+from shardwise.parallel.agreement import compare_ranks
+from shardwise.parallel.data.connect import WeakReduce, connected_tensors
 from shardwise.parallel.data.extension import is_extended
-from shardwise.parallel.data.group_gradients import GroupGradients, running, unreduced
 from shardwise.parallel.data.layouts import common_mesh
-from shardwise.parallel.data.memory import GatheredBlocks, compute_dtype, gather_plan
-from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass
+from shardwise.parallel.data.memory import GatheredBlocks, gather_plan
+from shardwise.parallel.data.passes import Backward, Order, Pass, current_backward_pass, current_pass, engine
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
-from shardwise.parallel.data.reduction import Reduction, buckets_of
-from shardwise.parallel.data.slot import Slot
+from shardwise.parallel.data.reduction import Finish, Reduction, buckets_of
+from shardwise.parallel.data.slot import Slot, joined
 from shardwise.parallel.data.smaller_group import SmallerGroup, smaller_group
 from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
+from shardwise.torch_internals.patches import outside_transforms
 from shardwise.torch_internals.subclass import mark_parameter
 
 __all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
 
-_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_order = itertools.count()
-_numbers: Counter[tuple[int, ...]] = Counter()  # of groups, by the ranks of their mesh
-_MOST_REDUCTIONS = 1  # that run at the same time; each holds the unreduced gradients of a group
 
-
-class Group(GroupGradients):
+class Group:
     """Parameters that are gathered and reduced together, with what is known about them in the current pass.
 
     Attributes:
@@ -51,12 +44,10 @@ class Group(GroupGradients):
         is_moved: whether a parameter is computed with in another layout than it is stored in.
         is_in_place: whether parameters are computed with as they are stored: nothing is gathered or cast.
         buckets: the slots whose gradients are reduced together, in the order in which they are expected.
-        sync: whether gradients are reduced; if not, they are accumulated on each rank.
+        reduction: how they are.
         reshard_after_backward: whether gathered blocks are freed after the backward pass.
-        reduce_unused: whether parameters without a gradient on this rank count as having a gradient of zero.
         ahead: the groups to gather ahead in forward and backward, instead of the observed next one.
         smaller: how parameters stay gathered within smaller groups between forward and backward; None if they do not.
-        most_reductions: the number of groups whose gradients may be reduced at the same time.
     """
 
     def __init__(
@@ -67,37 +58,38 @@ class Group(GroupGradients):
         for slot in slots:
             slot.use_mesh(self.mesh)
         self.is_moved = any(slot.is_moved for slot in slots)
-        self.is_in_place = not self.is_moved and policy.param_dtype is None and self._is_on_device()
+        self.is_in_place = not self.is_moved and all(self._is_as_stored(slot) for slot in slots)
         self.buckets = buckets_of(slots, bucket_bytes)
-        self.sync = self.reshard_after_backward = True
-        self.reduce_unused = False
+        self.reduction = Reduction(slots, policy.reduce_dtype, self.is_in_place)
+        self.reshard_after_backward = True
         self.ahead: dict[str, list[Group]] = {}
         self.smaller: SmallerGroup | None = None
-        self.most_reductions = _MOST_REDUCTIONS
         self._reset()
-        self.reduction = Reduction(policy.reduce_dtype)
-        self._number = _numbers[ranks := tuple(ranks_of(self.mesh))]
-        _numbers[ranks] += 1
+        numbers, ranks = engine().numbers, tuple(ranks_of(self.mesh))
+        self._number = numbers[ranks]
+        numbers[ranks] += 1
         self.set_path(name)
-        _groups[next(_order)] = self
+        engine().add(self)
 
     def set_path(self, path: str) -> None:
         """Set the place of the module in the model, for messages."""
         self.path = path
-        self.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
+        self.label = self.reduction.label = f"{path} ({self.slots[0].name}, …), group {self._number}"
 
-    def _is_on_device(self) -> bool:
-        """Whether parameters are stored where they are computed with, in the dtype that they are computed with."""
-        kinds = {slot.block(slot.param).device.type for slot in self.slots if slot.compute_dtype is None}
-        extended = any(is_extended(slot.block(slot.param)) for slot in self.slots)
-        plain = not extended and all(s.compute_dtype is None for s in self.slots)
-        return plain and kinds <= {self.mesh.device_type, "meta"}
+    def _is_as_stored(self, slot: Slot) -> bool:
+        """Whether a parameter is stored where it is computed with, and in the dtype that it is computed with."""
+        block = slot.block(slot.param)
+        on_device = block.device.type in (self.mesh.device_type, "meta")
+        return on_device and not slot.is_cast and not is_extended(block)
 
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
-        self._accumulated: dict[int, Tensor] = {}
         self._tensors: _Tensors | None = None
-        self._registered: list[Tensor] | None = None  # the stored parameters, while the modules have others
+        self._held: list[Sequence[Tensor] | None] = [
+            None
+        ]  # the stored parameters, while the modules have others
+        for i, slot in enumerate(self.slots):
+            slot.index, slot.held = i, self._held
         self._seen: list[Tensor] = []  # the stored parameters of the last call, which were found in order
         self._depth = 0
         self._pass: Pass | None = None  # the last one outside of backward passes
@@ -114,11 +106,10 @@ class Group(GroupGradients):
         out.slots = [copy.deepcopy(slot, memo) for slot in self.slots]
         out.ahead = {key: [copy.deepcopy(g, memo) for g in groups] for key, groups in self.ahead.items()}
         out._reset()
-        out.reduction = copy.copy(self.reduction)
-        out.reduction.forget()
+        out.reduction = self.reduction.of_copies(out.slots)
         # without a number: a rank may have more copies than others
-        out.label = f"a copy of {self.label.removeprefix('a copy of ')}"
-        _groups[next(_order)] = out
+        out.label = out.reduction.label = f"a copy of {self.label.removeprefix('a copy of ')}"
+        engine().add(out)
         return out
 
     # ---- gathering
@@ -131,7 +122,7 @@ class Group(GroupGradients):
         """The plan that gathers them for the backward pass."""
         if self.smaller is None:
             return self.gather_plan()
-        return self.smaller.gather_plan([compute_dtype(s, self.policy.param_dtype) for s in self.slots])
+        return self.smaller.gather_plan([s.dtype for s in self.slots])
 
     def use_smaller_groups(self, size: int, what: str) -> None:
         """Let parameters stay gathered within groups of `size` ranks between forward and backward."""
@@ -170,7 +161,7 @@ class Group(GroupGradients):
     def free(self) -> None:
         """Free the gathered blocks, and let the modules have the stored parameters."""
         self.is_pinned = False
-        self._restore()
+        self.restore()
         if not self.is_in_place:
             self._tensors = None
             self.gathered.free()
@@ -198,9 +189,8 @@ class Group(GroupGradients):
         return self.gather_in_order(self.backward_order, "backward")
 
     def _take_part(self, backward: Backward) -> None:
-        backward.at_end(_reduce_accumulated, _reduce_accumulated)
         backward.at_end(self, self.finish_backward)
-        if self.backward_order is not None:
+        if self.backward_order is not None and self.is_moved:
             backward.at_end(self.backward_order, self.backward_order.drop_unused)
 
     # ---- calls
@@ -211,21 +201,20 @@ class Group(GroupGradients):
         if self._depth > 1:
             return
         now = current_pass()
-        if in_backward():  # activation checkpointing runs the forward pass again
-            self._gather_in_backward()
-        elif now is not None:
-            self._pass = now
-            now.groups.append(self)
-            self.backward_order = now.root.backward_order
-            self.gather_in_order(now.root.forward_order, "forward")
-        self._register(now)
+        with outside_transforms():
+            if in_backward():  # activation checkpointing runs the forward pass again
+                self._gather_in_backward()
+            elif now is not None:
+                self._pass = now
+                now.groups.append(self)
+                self.backward_order = now.root.backward_order
+                self.gather_in_order(now.root.forward_order, "forward")
+            self._register(now)
 
     def _register(self, now: Pass | None) -> None:
-        params = self._registered or self._params()
+        params = self._held[0] or self._params()
         tensors = self._current_tensors(now, params)
-        self._registered = params
-        for slot, param in zip(self.slots, params, strict=True):
-            slot.kept = param
+        self._held[0] = params
         self._give(tensors)
 
     def _give(self, tensors: Sequence[Tensor]) -> None:
@@ -252,13 +241,28 @@ class Group(GroupGradients):
     def _are_simple(self) -> bool:
         return all(slot.is_plain and len(slot.homes) == 1 for slot in self.slots)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Let the modules have the stored parameters, as they do between passes; unless a call runs, or `unshard` was called."""
         if self._depth == 0 and not self.is_pinned:
-            stored, self._registered, self._recomputes = self._registered, None, False
+            stored, self._held[0], self._recomputes = self._held[0], None, False
             if stored is not None:
-                for slot in self.slots:
-                    slot.kept = None
                 self._give(stored)
+
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Inside, the modules have the stored parameters."""
+        (held,) = self._held
+        if held is None:
+            yield
+            return
+        gathered = [home[name] for home, name in self._homes]
+        self._held[0] = None
+        self._give(held)
+        try:
+            yield
+        finally:
+            self._held[0] = held
+            self._give(gathered)
 
     def enter_recomputation(self) -> None:
         """Let the modules have the gathered tensors until the end of the backward pass, or until they are reduced.
@@ -271,14 +275,16 @@ class Group(GroupGradients):
             self._register(self._pass)
 
     def leave(self, free: bool) -> None:
-        """Let the modules have the stored parameters again."""
+        """Let the modules have the stored parameters again; those that are not freed, at the end of the pass."""
         self._depth -= 1
         if self._depth or not free or in_backward():
-            self._restore()
+            if current_pass() is None or in_backward():
+                self.restore()
             return
         if self.smaller is not None and torch.is_grad_enabled():
             self._tensors = None
-            self.gathered.shrink(self.smaller)
+            with outside_transforms():
+                self.gathered.shrink(self.smaller)
         self.free()
 
     def pin(self) -> None:
@@ -294,7 +300,7 @@ class Group(GroupGradients):
         if self._depth == 0:
             self.free()
 
-    def _current_tensors(self, now: Pass | None, params: list[Tensor]) -> list[Tensor]:
+    def _current_tensors(self, now: Pass | None, params: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of this pass; the same ones for several calls, so that their gradients are reduced once.
 
         Parameters that are computed with in place have the same tensors in all passes.
@@ -333,14 +339,24 @@ class Group(GroupGradients):
                 mark_parameter(out[i])
         return [out[i] for i in range(len(self.slots))]
 
-    # ---- ends of passes
+    # ---- backward passes
+
+    def reduce(self, slots: Sequence[int], grads: Sequence[Tensor | None]) -> Finish | None:
+        """Begin to reduce the gradients of some slots, or accumulate them; returns what completes them."""
+        backward = current_backward_pass()
+        if backward is not None:
+            self._take_part(backward)
+        if self.reshard_after_backward:
+            self.free()
+        whole = self._pass is not None and self._pass.on_whole_mesh
+        return self.reduction.reduce(slots, grads, whole)
 
     def finish_backward(self) -> None:
         """The end of a backward pass that this group took part in."""
         self._needed_in = None
         if self.reshard_after_backward:
             self.is_pinned = False
-        self._restore()
+        self.restore()
         self.gathered.drop_kept()
         if self.reshard_after_backward and not self.is_in_place:
             self._tensors = None
@@ -348,11 +364,10 @@ class Group(GroupGradients):
 
     def forget(self) -> None:
         """Drop everything that belongs to passes: gathered blocks and gradients that are not reduced."""
-        self._accumulated.clear()
         self.reduction.forget()
         self._depth, self._needed_in = 0, None
         if not self.is_pinned:
-            self._restore()
+            self.restore()
             self._tensors = None
             self.gathered.drop_all()
 
@@ -370,29 +385,14 @@ class _Tensors(NamedTuple):
 
 def forget_interrupted_passes() -> None:
     """After a backward pass that ended by an exception: drop its gathered blocks and unreduced gradients."""
-    running.clear()
-    for group in _every_group():
+    engine().running.clear()
+    for group in engine().groups.values():
         group.forget()
 
 
 def forget_gathered() -> None:
     """Drop gathered blocks and the tensors that modules compute with, before and after a capture; nothing runs then."""
-    for group in _every_group():
+    for group in engine().groups.values():
         group._tensors = None
         if not group.is_in_place:
             group.gathered.drop_all()
-
-
-def _every_group() -> list[Group]:
-    """All groups, in the order in which they were created: the same on all ranks."""
-    return [group for _, group in sorted(_groups.items())]
-
-
-def _reduce_accumulated() -> None:
-    """At the end of a backward pass: reduce gradients of parameters that only earlier passes used."""
-    if unreduced:
-        for group in _every_group():
-            group.reduce_accumulated()
-        unreduced.difference_update([g for g in unreduced if not g.keeps_gradients])
-    while running:  # they would keep gradients alive
-        running.pop(0).wait()

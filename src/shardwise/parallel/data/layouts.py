@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class ParameterLayout:
         inner: the mesh and layout that a program sees which has its own data on each rank: without the data axes. None
             if it sees a plain tensor.
         stored_plain: whether the stored parameter is a plain tensor, of which each rank has all.
+        declares_data: whether the program has named the data axes: data differ along them also where a DTensor is replicated.
     """
 
     mesh: DeviceMesh
@@ -56,6 +58,13 @@ class ParameterLayout:
     computed: Layout
     inner: tuple[DeviceMesh, Layout] | None
     stored_plain: bool = False
+    declares_data: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with data of their own."""
+        sizes = self.stored.axes.sizes
+        return math.prod(sizes[a] for a in self.data)
 
     def pending_gradient(self, computed: Layout, op: str) -> Layout:
         """The layout of a gradient that differs along the data axes, given its layout on the others."""
@@ -88,7 +97,7 @@ def parameter_layout(
         first, *rest = computed.dims[dim] or (Factor(computed.shape[dim]),)
         # innermost: a gather over the data axes gives the block that the other axes have
         stored = computed.with_dim(dim, Factor(first.size, (*first.axes, *shard)), *rest)
-    return ParameterLayout(mesh, data, stored, computed, inner, plain)
+    return ParameterLayout(mesh, data, stored, computed, inner, plain, whole_mesh)
 
 
 def _own_mesh(on: DataAxes) -> DeviceMesh:
@@ -105,7 +114,7 @@ def _inner(param: DTensor, on: DataAxes) -> tuple[DeviceMesh, Layout] | None:
     if len(kept) == len(names):
         return mesh, param.sharding
     inner = mesh_slice(mesh, kept)
-    placements = [param.placements[names.index(n)] for n in axes_of(inner).names]
+    placements = [param.sharding.placements[names.index(n)] for n in axes_of(inner).names]
     return inner, Layout.of(tuple(param.shape), axes_of(inner), placements)
 
 
@@ -140,6 +149,8 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         return first
     root = root_mesh(first)
     names = {n for mesh in meshes for n in axes_of(mesh).names}
+    if (whole := _mesh_with(names, meshes)) is not None:
+        return whole
     for mesh in meshes:
         if not have_common_mesh([first, mesh]):
             raise LayoutError(
@@ -150,11 +161,20 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return mesh_slice(root, tuple(n for n in axes_of(root).names if n in names))
 
 
+def _mesh_with(names: set[str], meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """The one of these meshes that the others are slices of, which may itself be made of axes that its root does not have."""
+    if len({root_mesh(mesh) for mesh in meshes}) > 1:
+        return None
+    return next((mesh for mesh in meshes if names == set(axes_of(mesh).names)), None)
+
+
 def have_common_mesh(meshes: Sequence[DeviceMesh]) -> bool:
     """Whether there is a mesh with the axes of all these meshes: they are equal, or slices of one mesh."""
     first = meshes[0]
     root = root_mesh(first)
-    axes = set(axes_of(root).names)
-    return all(mesh is first or mesh == first for mesh in meshes) or all(
-        root_mesh(mesh) is root and axes.issuperset(axes_of(mesh).names) for mesh in meshes
+    axes, names = set(axes_of(root).names), {n for mesh in meshes for n in axes_of(mesh).names}
+    return (
+        all(mesh is first or mesh == first for mesh in meshes)
+        or all(root_mesh(mesh) == root and axes.issuperset(axes_of(mesh).names) for mesh in meshes)
+        or _mesh_with(names, meshes) is not None
     )

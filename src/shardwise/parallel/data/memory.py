@@ -17,27 +17,27 @@ from shardwise.parallel.data.smaller_group import SmallerGroup
 from shardwise.plan import GroupedPlan, Item, plan_redistribute_many
 from shardwise.tensor.redistribute_many import PendingBlocks, start_moving_blocks
 
-__all__ = ["GatheredBlocks", "compute_dtype", "gather_plan"]
-
-
-def compute_dtype(slot: Slot, param_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a parameter is computed with."""
-    if slot.compute_dtype is not None:
-        return slot.compute_dtype
-    own: torch.dtype = slot.param.dtype
-    return param_dtype if param_dtype is not None and own.is_floating_point else own
+__all__ = ["GatheredBlocks", "gather_plan"]
 
 
 def gather_plan(owner: Owner, sent: Mapping[int, Sent] | None = None) -> GroupedPlan:
     """The plan that gathers the parameters of a group, of which some may send other tensors than their blocks."""
     if sent is None:
         sent = _tensors_to_send(owner, [slot.block(slot.param) for slot in owner.slots])
-    own = [Item(s.stored, s.computed, compute_dtype(s, owner.policy.param_dtype)) for s in owner.slots]
+    own = [Item(s.stored, s.computed, s.dtype) for s in owner.slots]
     return plan_redistribute_many(
         [item for i, mine in enumerate(own) for item in (sent[i].items if i in sent else [mine])]
         if sent
         else own
     )
+
+
+def _to_send(slot: Slot, device: str) -> Tensor:
+    """The block of a stored parameter on the device, and in the dtype, that it is computed with."""
+    block = slot.block(slot.param)
+    dtype = slot.dtype if slot.is_cast and not is_extended(block) else block.dtype
+    same = block.dtype is dtype and block.device.type in (device, "meta")
+    return block if same else block.to(device=device, dtype=dtype)
 
 
 def _tensors_to_send(owner: Owner, blocks: Sequence[Tensor]) -> dict[int, Sent]:
@@ -117,7 +117,7 @@ class GatheredBlocks:
             with torch.inference_mode(False), torch.no_grad():
                 self.start(owner)
             return
-        slots, mesh, param_dtype = owner.slots, owner.mesh, owner.policy.param_dtype
+        slots = owner.slots
         stamp: tuple[object, ...] = tuple([slot.stamp() for slot in slots])
         if stamp == self._last:
             stamp = self._last
@@ -130,13 +130,7 @@ class GatheredBlocks:
         if self._kept is not None and self._kept[0] is not stamp:
             self._kept = None
         if self._here is None and self._coming is None:
-            device = mesh.device_type
-            blocks = []
-            for slot in slots:
-                block = slot.block(slot.param)
-                dtype = compute_dtype(slot, param_dtype) if not is_extended(block) else block.dtype
-                same = block.dtype is dtype and block.device.type in (device, "meta")
-                blocks.append(block if same else block.to(device=device, dtype=dtype))
+            blocks = [_to_send(slot, owner.mesh.device_type) for slot in slots]
             if self._kept is not None:
                 _, smaller, kept = self._kept
                 pending = smaller.start_gathering(kept, blocks, owner.label)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, cast
 
@@ -57,6 +59,30 @@ class FSDPModule:
             return call_traced(state, super().__call__, args, kwargs)  # type: ignore[misc]
         return state.call(super().__call__, args, kwargs)  # type: ignore[misc]
 
+    # what is done to parameters is done to the stored ones, also after unshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def requires_grad_(self, *args: Any, **kwargs: Any) -> Any:
+        for group in groups_in(self, recurse=True):
+            group.unpin()
+        return super().requires_grad_(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        with _stored_parameters(self):
+            super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(super(), "__deepcopy__", None)
+        with _stored_parameters(self):
+            if own is not None:
+                return own(memo)
+            out = memo[id(self)] = object.__new__(type(self))
+            vars(out).update(copy.deepcopy(vars(self), memo))
+        return out
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module's group, and let the module have them.
 
@@ -89,7 +115,7 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward passes reduce gradients; if not, they accumulate on each rank until one does."""
         for group in groups_in(self, recurse):
-            group.sync = requires_gradient_sync
+            group.reduction.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are reduced over the axes that replicate parameters, or partial sums are kept until then."""
@@ -145,7 +171,7 @@ class FSDPModule:
     ) -> None:
         """Whether a parameter without a gradient on this rank counts as zero, as programs need that differ between ranks."""
         for group in groups_in(self, recurse):
-            group.reduce_unused = reduce_scatter_unused_params
+            group.reduction.reduce_unused = reduce_scatter_unused_params
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise: gathers run the collectives of their plans."""
@@ -168,8 +194,17 @@ class FSDPModule:
             hook: gets one flat tensor with the gradients of this rank's blocks, in the order of the parameters, after they are
                 reduced over all data axes and divided. It may communicate: all ranks call it in the same order.
             stream: accepted; the hook runs in the current stream.
+
+        Raises:
+            ValueError: a stream is given, and parameters are replicated over an axis of the mesh.
         """
         for group in groups_in(self, recurse=False):
+            if stream is not None and any(slot.replicate for slot in group.slots):
+                raise ValueError(
+                    f"stream cannot be set when using native HSDP: set_all_reduce_hook got {stream!r}.\n"
+                    "  why: The all-reduce over the axis that replicates parameters and the hook run in one stream.\n"
+                    "  fix: Leave stream out, or shard over a mesh of one axis."
+                )
             group.reduction.hook = hook
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -213,7 +248,7 @@ class FSDPModule:
                 "  fix: Pass at least 1."
             )
         for group in groups_in(self, recurse):
-            group.most_reductions = max_input_buffers
+            group.reduction.most = max_input_buffers
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are always started ahead and waited for when their result is used."""
@@ -236,8 +271,17 @@ class FSDPModule:
         It sends the reductions of the groups that have such gradients.
         """
         for group in groups_in(self, recurse=True):
-            group.reduce_accumulated()
+            group.reduction.reduce_accumulated()
         return GradientReductionHandle() if async_op else None
+
+
+@contextmanager
+def _stored_parameters(module: Any) -> Iterator[None]:
+    """Inside, the modules have their stored parameters, also after unshard()."""
+    with ExitStack() as stack:
+        for group in groups_in(module, recurse=True):
+            stack.enter_context(group.stored())
+        yield
 
 
 def _refuse_custom(what: str, comm: Any, fix: str) -> None:

@@ -6,29 +6,32 @@ A pass knows the order in which groups were needed, so that the next one can gat
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.comm.recording import recorders
+from shardwise.tensor.redistribute_many import PendingBlocks
 from shardwise.torch_internals.autograd import at_backward_end, current_backward, in_backward
+from shardwise.torch_internals.modules import stop_watching_calls, watch_calls
+from shardwise.torch_internals.process_groups import ranks_are_threads
 
 __all__ = [
     "GROUPS",
     "Backward",
     "BeginBackward",
+    "Engine",
     "Order",
     "Pass",
     "backward_was_interrupted",
     "current_backward_pass",
     "current_pass",
-    "new_pass",
-    "watch_recomputation",
+    "engine",
 ]
 
 G = TypeVar("G")
@@ -84,7 +87,7 @@ class Order(Generic[G]):
 
 
 class Pass:
-    """One outermost call.
+    """One outermost call, which runs in a `with` block of it.
 
     Attributes:
         root: the state of its module.
@@ -96,6 +99,12 @@ class Pass:
         self.root, self.on_whole_mesh = root, on_whole_mesh
         self.groups: list[Any] = []
 
+    def __enter__(self) -> None:
+        self._token = _current.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
 
 _current: ContextVar[Pass | None] = ContextVar("shardwise_data_parallel_pass", default=None)
 
@@ -105,18 +114,8 @@ def current_pass() -> Pass | None:
     return _current.get()
 
 
-@contextmanager
-def new_pass(now: Pass) -> Iterator[None]:
-    """Run the outermost call of a data-parallel module."""
-    token = _current.set(now)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 class Backward:
-    """One backward pass. `finish` functions run at its end, in the order in which they were given."""
+    """One backward pass. At its end gradients are reduced that only earlier ones computed, and `finish` functions run in order."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -129,7 +128,13 @@ class Backward:
 
     def run_finish(self) -> None:
         """End the pass."""
-        _backwards.pop(self.number, None)
+        mine = engine()
+        mine.backwards.pop(self.number, None)
+        if not mine.backwards:  # a checkpoint may run one inside another
+            mine.stop_watching()
+        for group in list(mine.groups.values()):
+            group.reduction.reduce_accumulated()
+        mine.end_reductions()  # they would keep gradients alive
         for finish in list(self._finish.values()):
             finish()
 
@@ -140,7 +145,55 @@ class Backward:
             order.start()
 
 
-_backwards: dict[int, Backward] = {}
+class Engine:
+    """What the passes of a rank share.
+
+    Attributes:
+        backwards: the backward passes that run, by number.
+        running: the reductions that have begun and not ended.
+        groups: all groups, in the order in which they were created: the same on all ranks.
+        numbers: the number of groups that were created, by the ranks of their mesh.
+    """
+
+    def __init__(self) -> None:
+        self.backwards: dict[int, Backward] = {}
+        self.running: list[PendingBlocks] = []
+        self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.numbers: Counter[tuple[int, ...]] = Counter()
+        self._created = itertools.count()
+
+    def add(self, group: object) -> None:
+        """Know a group as long as it exists."""
+        self.groups[next(self._created)] = group
+
+    def end_reductions(self, left: int = 0) -> None:
+        """Wait for the reductions that began first, until so many are left."""
+        while len(self.running) > left:
+            self.running.pop(0).wait()
+
+    def watch_recomputation(self) -> None:
+        """Let modules that are called in a backward pass have gathered tensors, until it ends.
+
+        Activation checkpointing calls them, without their data-parallel module.
+        """
+        watch_calls(-id(self), _before_forward)
+
+    def stop_watching(self) -> None:
+        """End what `watch_recomputation` began."""
+        stop_watching_calls(-id(self))
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+
+_of_process, _of_thread = Engine(), _OfThread()
+
+
+def engine() -> Engine:
+    """The engine of this rank."""
+    return _of_thread.engine if ranks_are_threads() else _of_process
 
 
 def current_backward_pass() -> Backward | None:
@@ -148,25 +201,26 @@ def current_backward_pass() -> Backward | None:
     number = current_backward()
     if number == -1:
         return None
-    found = _backwards.get(number)
+    running = engine().backwards
+    found = running.get(number)
     if found is None:
-        found = _backwards[number] = Backward(number)
+        found = running[number] = Backward(number)
         at_backward_end(found.run_finish)
     return found
 
 
 def backward_was_interrupted() -> bool:
     """Whether a backward pass began that neither ended nor runs, because of an exception; asking forgets it."""
-    if not _backwards or current_backward() != -1:
+    mine = engine()
+    if not mine.backwards or current_backward() != -1:
         return False
-    _backwards.clear()
-    _stop_watching()
+    mine.backwards.clear()
+    mine.stop_watching()
     return True
 
 
 GROUPS = "_shardwise_recomputed_groups"
 """The attribute of a module with the groups whose gathered tensors it needs when it is called in a backward pass."""
-_watching: list[Any] = []
 
 
 class BeginBackward:
@@ -176,24 +230,8 @@ class BeginBackward:
         self._groups = groups
 
     def __call__(self, grad: Tensor) -> None:
-        backward = current_backward_pass()
-        if backward is not None and not _watching:
-            watch_recomputation()
-            backward.at_end(_stop_watching, _stop_watching)
-
-
-def watch_recomputation() -> None:
-    """Let modules that are called in a backward pass have gathered tensors, until it ends.
-
-    Activation checkpointing calls them, without their data-parallel module.
-    """
-    if not _watching:
-        _watching.append(register_module_forward_pre_hook(_before_forward))
-
-
-def _stop_watching() -> None:
-    while _watching:
-        _watching.pop().remove()
+        if current_backward_pass() is not None:
+            engine().watch_recomputation()
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.comm import PerRank
 from shardwise.layout import Spec
 from shardwise.tensor.dtensor import DTensor
-from shardwise.torch_internals.autograd import has_saved_tensor_hooks
+from shardwise.torch_internals.autograd import has_saved_tensor_hooks, optional_saved_tensor_hooks
 from shardwise.torch_internals.subclass import storage_id
 
 __all__ = ["BlockOwner", "forget_blocks", "packing", "register_blocks"]
@@ -89,7 +89,7 @@ def packing() -> Iterator[None]:
     if has_saved_tensor_hooks():
         yield
     else:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with optional_saved_tensor_hooks(_pack, _unpack):
             yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from shardwise.parallel.data.state import state_of
 from shardwise.tensor.construct import empty_like_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.local_tensor import local_modes
 from shardwise.torch_internals.modules import own_parameters, set_parameter
 
 __all__ = [
@@ -46,12 +48,12 @@ _LAYOUT, _STORED = "_shardwise_layout", "_shardwise_stored"
 Choice = Callable[[nn.Parameter], tuple[DataAxes, int | None]]
 """The data axes of a parameter and the dim that they split, or None for a parameter that stays replicated."""
 
-_default_meshes: dict[tuple[int, str], DeviceMesh] = {}
+_default_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
 at_simulation_end(_default_meshes.clear)
 
 
-def default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
-    """The mesh of one axis with all ranks, on the device of the modules; the same one for all calls."""
+def default_mesh(modules: Sequence[nn.Module], group: dist.ProcessGroup | None = None) -> DeviceMesh:
+    """The mesh of one axis with all ranks, or those of a group, on the device of the modules; the same one for all calls."""
     if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise LayoutError(
             "A module cannot be made data-parallel: there is no mesh.",
@@ -62,10 +64,13 @@ def default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
     kind = next((d for d in devices if d != "meta"), "cpu")
     if not dist.is_initialized():
         dist.init_process_group()
-    key = (id(dist.group.WORLD), kind)
-    if key not in _default_meshes:
-        _default_meshes[key] = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return _default_meshes[key]
+    found = _default_meshes.setdefault(group or dist.group.WORLD, {})  # type: ignore[arg-type]
+    if kind not in found:
+        if group is None or group is dist.group.WORLD:
+            found[kind] = init_device_mesh(kind, (dist.get_world_size(),))
+        else:
+            found[kind] = DeviceMesh.from_group(group, kind)
+    return found[kind]
 
 
 def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *, shard: bool) -> DataAxes:
@@ -78,6 +83,12 @@ def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *,
         )
     on = axes_of(mesh)
     if dims is not None:
+        if missing := [n for n in (*dims.shard_names, *dims.replicate_names) if n not in on.names]:
+            raise LayoutError(
+                f"{what} got {dims}: {', '.join(missing)} not found in mesh.mesh_dim_names.",
+                why=f"The axes of the mesh are {on}.",
+                fix="Name axes of the mesh.",
+            )
         split = tuple(on.index(n) for n in dims.shard_names)
         copied = tuple(on.index(n) for n in dims.replicate_names)
         if set(split) & set(copied):
@@ -142,7 +153,13 @@ class AppliedTwiceError(RuntimeError, AssertionError):
 
 
 def check_modules(modules: Sequence[Any], what: str) -> None:
-    """Raise unless these are modules that are not data-parallel yet."""
+    """Raise unless these are modules that are not data-parallel yet, outside of torch's LocalTensorMode."""
+    if local_modes:
+        raise NotImplementedError(
+            f"{what} was called inside torch's LocalTensorMode.\n"
+            "  why: Gathered parameters and reduced gradients are views of one buffer per rank, which are no LocalTensors.\n"
+            "  fix: with shardwise.simulate(n): ... has all ranks in one process, too"
+        )
     if not modules:
         raise ValueError(
             f"{what} got an empty list.\n  why: There is nothing to shard.\n  fix: {what}([module, …], mesh=mesh)"
@@ -152,7 +169,14 @@ def check_modules(modules: Sequence[Any], what: str) -> None:
             raise ValueError(
                 f"{what} got a {type(module).__name__}.\n  why: It applies to modules.\n  fix: {what}(module, mesh=mesh)"
             )
-        if isinstance(module, FSDPModule) or state_of(module) is not None or modules.count(module) > 1:
+        state = state_of(module)
+        if state is not None and state.made_by != what:
+            raise AppliedTwiceError(
+                f"Cannot apply `{what}()` on a Module already managed by `{state.made_by}`: a {type(module).__name__}.\n"
+                "  why: Its parameters have the layouts of the first call.\n"
+                f"  fix: Call one of them for each module; {what} of a module around it takes the other parameters."
+            )
+        if state is not None or isinstance(module, FSDPModule) or modules.count(module) > 1:
             raise AppliedTwiceError(
                 f"{what} was called twice for a {type(module).__name__}.\n"
                 "  why: Its parameters are in a group already. Each distinct composable distributed API can only be applied "
@@ -235,9 +259,7 @@ def make_slots(
                     param.register_hook(_Replaced(fqn))
         for module, name in places:
             set_parameter(module, name, stored)
-        slot = Slot(fqn, places, layout)
-        slot.compute_dtype = policy.dtype_of(stored)
-        slots.append(slot)
+        slots.append(Slot(fqn, places, layout, policy, policy.dtype_of(stored)))
     return slots
 
 

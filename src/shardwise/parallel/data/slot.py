@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,11 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerRank, axes_of, is_simulated, lifted, members_of
 from shardwise.layout import Layout, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import ParameterLayout
+from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.modules import own_parameters, set_parameter
 from shardwise.torch_internals.subclass import new_dtensor, version
 
-__all__ = ["Slot"]
+__all__ = ["Slot", "joined"]
+
+
+def joined(raw: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
+    """The tensor that a module computes with, of what `Slot.raw` returned."""
+    if len(raw) == 1 and (type(raw[0]) is DTensor or not is_simulated()):
+        return raw[0]
+    return PerRank(dict(zip(members_of(mesh), raw, strict=True)))
 
 
 class Slot:
@@ -30,23 +39,30 @@ class Slot:
         layout: how it is stored and computed with.
         mesh: the mesh of the group's collectives, which has the axes of all its parameters.
         stored, computed: the layouts on that mesh.
-        replicate: the data axes of that mesh along which the stored parameter is replicated.
+        data: the data axes of that mesh.
+        replicate: those along which the stored parameter is replicated.
         stride: the strides of the whole parameter.
-        compute_dtype: the dtype that it is computed with, if it is not that of the group's policy.
-        kept: the stored parameter while the modules have the gathered tensor, otherwise None.
+        is_cast: whether it may be computed with in another dtype than its own.
+        index: its place among the slots of its group.
+        held: a list with one entry, which the slots of a group share: their stored parameters while the modules have the
+            gathered tensors, otherwise None.
     """
 
-    compute_dtype: torch.dtype | None = None
-
-    def __init__(self, name: str, places: list[tuple[nn.Module, str]], layout: ParameterLayout) -> None:
-        self.name, self.places, self.layout, self._is_distributed = (
-            name,
-            places,
-            layout,
-            not layout.stored_plain,
-        )
+    def __init__(
+        self,
+        name: str,
+        places: list[tuple[nn.Module, str]],
+        layout: ParameterLayout,
+        policy: MixedPrecisionPolicy,
+        override: torch.dtype | None,
+    ) -> None:
+        """`override`: the dtype to compute with, if it is not that of the policy."""
+        self.name, self.places, self.layout = name, places, layout
+        self._policy, self._override = policy, override
+        self._is_distributed = not layout.stored_plain
+        self.is_cast = policy.param_dtype is not None or override is not None
         self.stride = contiguous_stride(layout.stored.shape)
-        self.kept: Tensor | None = None
+        self.index, self.held = 0, list[Sequence[Tensor] | None]([None])
         # other modules, such as nn.LSTM, keep further references to their parameters
         self.is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module, _ in places)
         self._specs: dict[torch.dtype, Spec] = {}
@@ -63,7 +79,8 @@ class Slot:
             if mesh is not self.layout.mesh
             else self.layout.data
         )
-        self.replicate = frozenset(data) - self.stored.sharded
+        self.data = frozenset(data)
+        self.replicate = self.data - self.stored.sharded
         self._pending: dict[tuple[Layout, str], Layout] = {}
 
     def pending_gradient(self, layout: Layout, op: str) -> Layout:
@@ -86,10 +103,17 @@ class Slot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
-        out = Slot(self.name, places, self.layout)
+        out = Slot(self.name, places, self.layout, self._policy, self._override)
         out.use_mesh(self.mesh)
-        out.compute_dtype = self.compute_dtype
         return out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it is computed with."""
+        own = self.param.dtype
+        if not self.is_cast:
+            return own
+        return self._override or (self._policy.param_dtype if own.is_floating_point else None) or own
 
     @cached_property
     def homes(self) -> list[tuple[dict[str, Any], str]]:
@@ -99,8 +123,8 @@ class Slot:
     @property
     def param(self) -> Tensor:
         """The stored parameter, as the modules have it between calls."""
-        if self.kept is not None:
-            return self.kept
+        if (held := self.held[0]) is not None:
+            return held[self.index]
         params, name = self.homes[0]
         found: Any = params[name]
         is_distributed, stored = isinstance(found, DTensor), self.layout.stored
@@ -154,15 +178,9 @@ class Slot:
             for module, name in self.places:
                 set_parameter(module, name, tensor)
 
-    def target(self, on_whole_mesh: bool) -> tuple[DeviceMesh, Layout] | None:
-        """The mesh and layout of the tensor in computations; None for a plain tensor."""
-        if on_whole_mesh:
-            return self.layout.mesh, self.layout.computed
-        return self.layout.inner
-
     def raw(self, block: Tensor, on_whole_mesh: bool) -> list[Tensor]:
         """New tensors for autograd with the memory of a gathered block: a DTensor, or a plain tensor for each rank."""
-        target = self.target(on_whole_mesh)
+        target = (self.layout.mesh, self.layout.computed) if on_whole_mesh else self.layout.inner
         if target is not None:
             mesh, layout = target
             shape = torch.Size(layout.shape)

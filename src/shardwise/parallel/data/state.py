@@ -17,15 +17,14 @@ from shardwise.parallel.data.passes import (
     Pass,
     backward_was_interrupted,
     current_pass,
-    new_pass,
-    watch_recomputation,
+    engine,
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
 from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
-from shardwise.torch_internals.pytree import flatten
 
 __all__ = ["STATE", "State", "cast_tensors", "groups_in", "modules_in", "required_state", "state_of"]
 
@@ -34,6 +33,7 @@ class State:
     """What a data-parallel module knows: the groups of its parameters, and the modules that share them.
 
     Attributes:
+        made_by: the function that was called for the module.
         groups: one for the parameters of each mesh; none if all parameters are in groups of submodules.
         policy: the dtypes of its computation.
         reshard: whether to free gathered blocks after the forward pass; None for all but the outermost module.
@@ -43,9 +43,10 @@ class State:
     """
 
     def __init__(
-        self, name: str, groups: Sequence[Group], policy: MixedPrecisionPolicy, reshard: bool | None
+        self, name: str, made_by: str, groups: Sequence[Group], policy: MixedPrecisionPolicy
     ) -> None:
-        self.name, self.groups, self.policy, self.reshard = name, tuple(groups), policy, reshard
+        self.name, self.made_by, self.groups, self.policy = name, made_by, tuple(groups), policy
+        self.reshard: bool | None = None
         self.modules = 1
         self.axes: frozenset[str] = frozenset()
         self.packs = True
@@ -60,7 +61,7 @@ class State:
         if backward_was_interrupted():
             forget_interrupted_passes()
         now = Pass(self, self._is_on_whole_mesh((args, kwargs)))
-        with new_pass(now):
+        with now:
             if backward:  # activation checkpointing runs the forward pass again, with hooks of its own
                 with _plain_tensors(now):
                     return self._call(fn, args, kwargs)
@@ -71,13 +72,15 @@ class State:
                     out = self._call(fn, args, kwargs)
             finally:
                 self.forward_order.drop_unused()
+                for group in now.groups:
+                    group.restore()
             if grad:
                 begin = BeginBackward(now.groups)
                 results = _differentiable(out)
                 for t in results:
                     t.register_hook(begin)
                 if not results:  # they may be in an object of another kind
-                    watch_recomputation()
+                    engine().watch_recomputation()
             return out
 
     def _is_on_whole_mesh(self, args: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
@@ -85,10 +88,8 @@ class State:
         positional, named = args
         if not named and all(type(x) is Tensor for x in positional):
             return False
-        leaves, _ = flatten(args)
-        return any(
-            self.axes.intersection(axes_of(t.device_mesh).names) for t in leaves if isinstance(t, DTensor)
-        )
+        given = [t for t in tensors_in(args) if isinstance(t, DTensor)]
+        return any(self.axes.intersection(axes_of(t.device_mesh).names) for t in given)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the module with gathered parameters."""
@@ -122,7 +123,7 @@ class State:
         meta = [(g.path, slot.name) for g in self.groups for slot in g.slots if slot.param.is_meta]
         names = [".".join((*path.split(".")[1:], name)) for path, name in meta]
         self._is_materialized = not meta
-        if meta and any(isinstance(x, Tensor) and not x.is_meta for x in flatten(args)[0]):
+        if meta and any(not t.is_meta for t in tensors_in(args)):
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still on "
                 f"meta device: {names} of {self.name}.\n"
@@ -163,19 +164,14 @@ def _plain_tensors(now: Pass) -> AbstractContextManager[object]:
 
 def _differentiable(tree: Any) -> list[Tensor]:
     """The tensors of a tree that have a graph, those of each rank in a simulation."""
-    leaves = [tree] if type(tree) is Tensor else flatten(tree)[0]
-    plain = [t for x in leaves for t in (x.ranks if isinstance(x, PerRank) else (x,))]
-    return [t for t in plain if isinstance(t, Tensor) and t.grad_fn is not None]
+    found = [tree] if type(tree) is Tensor else tensors_in(tree)
+    plain = [t for x in found for t in (x.ranks if isinstance(x, PerRank) else (x,))]
+    return [t for t in plain if t.grad_fn is not None]
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
     """A tree with its floating-point tensors in a dtype."""
-    leaves, rebuild = flatten(tree)
-    return rebuild([_cast_tensor(x, dtype) if isinstance(x, Tensor) else x for x in leaves])
-
-
-def _cast_tensor(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype is not dtype else x
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, tree)
 
 
 STATE = "_shardwise_data_parallel"

@@ -15,16 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import axes_of
 from shardwise.parallel.data.group import Group
-from shardwise.parallel.data.memory import compute_dtype
 from shardwise.parallel.data.state import State, cast_tensors
-from shardwise.parallel.plain_scope import count_plain_as_replicated
+from shardwise.parallel.plain import count_plain_as_replicated
+from shardwise.parallel.tree import tensors_in
 from shardwise.plan.settings import pop_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import move_blocks
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 from shardwise.torch_internals.graph_values import describe_by
 from shardwise.torch_internals.modules import own_parameters
-from shardwise.torch_internals.pytree import flatten
 from shardwise.torch_internals.tracing import break_graph
 
 __all__ = ["call_traced"]
@@ -34,7 +33,7 @@ def call_traced(state: State, fn: Callable[..., Any], args: tuple[Any, ...], kwa
     """Call a method of a data-parallel module with gathered parameters, in code that is being compiled."""
     if not _is_traceable(state):
         break_graph()
-    meshes = [t.device_mesh for t in flatten((args, kwargs))[0] if isinstance(t, DTensor)]
+    meshes = [t.device_mesh for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
     whole = _is_on_whole_mesh(state, meshes)
     stored = []
     for group in state.groups:
@@ -63,13 +62,9 @@ def call_traced(state: State, fn: Callable[..., Any], args: tuple[Any, ...], kwa
 def _is_traceable(state: State) -> bool:
     """Whether calls do no more than gather and reduce: nothing is accumulated, kept in part, hooked or pinned."""
     return all(
-        group.sync
+        group.reduction.is_usual
         and group.smaller is None
-        and group.reduction.all_reduce
-        and group.reduction.hook is None
-        and not group.reduction.keeps
         and not group.is_pinned
-        and not group.reduce_unused
         and all(slot.is_plain for slot in group.slots)
         for group in state.groups
     )
@@ -95,13 +90,11 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.dtypes = group, [p.dtype for p in params]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*params)
-        slots, dtype = group.slots, group.policy.param_dtype
+        slots = group.slots
         blocks = [slot.block(p) for slot, p in zip(slots, params, strict=True)]
         if not group.is_in_place:
             device = group.mesh.device_type
-            blocks = [
-                b.to(device=device, dtype=compute_dtype(s, dtype)) for s, b in zip(slots, blocks, strict=True)
-            ]
+            blocks = [b.to(device=device, dtype=s.dtype) for s, b in zip(slots, blocks, strict=True)]
             blocks = move_blocks(group.gather_plan(), blocks, group.mesh)
         return tuple(slot.raw(b, whole)[0] for slot, b in zip(slots, blocks, strict=True))
 
@@ -112,15 +105,14 @@ class _Gather(torch.autograd.Function):
         given = {i: g for i, g in enumerate(grads) if g is not None and ctx.needs_input_grad[i + 2]}
         out: list[Tensor | None] = [None] * len(grads)
         if given:
-            slots = {i: group.slots[i] for i in given}
-            order, finish, _ = group.reduction.start(slots, given, group.label)
+            order, finish, _ = group.reduction.start(list(given), given)
             for i, grad in zip(order, finish([params[i] for i in order]), strict=True):
                 out[i] = grad
         return (None, None, *out)
 
 
 def _describe(group: Group) -> str:
-    parts = [f"{s.name}: {s.stored} -> {s.computed}, {s.compute_dtype}" for s in group.slots]
+    parts = [f"{s.name}: {s.stored} -> {s.computed}, {s.dtype}" for s in group.slots]
     return f"group({group.label}, {group.policy}, {group.reduction.divisor}, {'; '.join(parts)})"
 
 

@@ -66,6 +66,7 @@ def zero(
     check_modules([module], "zero")
     before = dict(module.named_parameters())
     state = apply_layouts(
+        "zero",
         [module],
         shard_choice(None, data_axes(mesh or default_mesh([module]), dp_mesh_dims, "zero", shard=True)),
         mp_policy,
@@ -74,7 +75,6 @@ def zero(
         whole_mesh=dp_mesh_dims is not None,
         reshard=False,
         bucket_bytes=_BUCKET_BYTES if stage == 2 else None,
-        prefix="Zero",
     )
     for parameters in state.groups:
         parameters.reshard_after_backward = False

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from shardwise.rules.call import Call
+from shardwise.rules.call import Call, Local, Out, Slot, Step
 from shardwise.rules.letters import Letters, letters_by_name, unsplit
 from shardwise.rules.notation import groups_of
-from shardwise.rules.rule import Row, Rule
+from shardwise.rules.rule import Place, Row, Rule
 
 __all__ = ["ROWS"]
 
 _MAX = 2  # torch's number of the mode
 _WIDE: Letters = (None, "d")
+
+
+def _contiguous(call: Call, place: Place) -> Local | None:
+    """The op on contiguous blocks: by the strides of the table the kernel decides whether `offset2bag` has elements, and
+    blocks of one column have other strides than those of several.
+    """
+    if "d" not in place.sharded:
+        return None
+    table: Step = ("blocks.contiguous", (Slot(0),), {})
+    return Local((table, call.step(weight=Out(0))))
 
 
 def _forward(call: Call) -> Rule | None:
@@ -21,6 +31,7 @@ def _forward(call: Call) -> Rule | None:
         (_WIDE, offset2bag, bag_size, _WIDE if is_max else max_indices),
         linear=() if is_max else groups_of(call, [[0], [3]]),
         empty=is_max,  # the kernels of the other modes reject a table of width 0
+        local=_contiguous,
         alike=frozenset({1, 2} if is_max else {1, 2, 3}),  # these depend on the indices only
     )
 

@@ -22,7 +22,7 @@ def _normalized_dims(call: Call) -> Sequence[int]:
     return range(len(call.shapes[0]) - len(call.args["normalized_shape"]), len(call.shapes[0]))
 
 
-def _layer_norm_backward(statistics: int, outputs: int) -> Row:
+def _layer_norm_backward(statistics: int, outputs: int, empty: bool) -> Row:
     """A row in which `!d` stands for all normalized dims; each row of the batch adds to the gradients of the weights."""
     inputs = ", ".join(["… !d, … !d", *["… !"] * statistics, *["!d"] * (outputs - 1)])
     short = f"{inputs} -> {', '.join(['… !d', *['!d'] * (outputs - 1)])}"
@@ -31,7 +31,7 @@ def _layer_norm_backward(statistics: int, outputs: int) -> Row:
         n = len(call.args["normalized_shape"])
         long = {"!d": " ".join(f"!d{i}" for i in range(n)), "!": " ".join("!" * n)}
         text = " ".join(long.get(w, w) for w in short.replace(",", " ,").split())
-        return row(text, linear=[[0]], empty=False).build(call)
+        return row(text, linear=[[0]], empty=empty).build(call)
 
     return Row(row(short, linear=[[0]]).text, build)
 
@@ -130,10 +130,10 @@ _BATCH_NORM_BACKWARD = Row(
 )
 
 ROWS: dict[str, Row] = {
-    "aten.native_layer_norm.default": along(_normalized_dims),
-    "aten.native_layer_norm_backward.default": _layer_norm_backward(statistics=2, outputs=3),
+    "aten.native_layer_norm.default": along(_normalized_dims, empty=True),
+    "aten.native_layer_norm_backward.default": _layer_norm_backward(statistics=2, outputs=3, empty=True),
     "aten._fused_rms_norm.default": along(_normalized_dims),
-    "aten._fused_rms_norm_backward.default": _layer_norm_backward(statistics=1, outputs=2),
+    "aten._fused_rms_norm_backward.default": _layer_norm_backward(statistics=1, outputs=2, empty=False),
     "aten.native_group_norm.default": Row("n !…, *, * -> n !…, n !, n !", _group_norm),
     "aten.native_group_norm_backward.default": Row(
         "n !…, n !…, n !, n !, * -> n !…, !c, !c; linear in (0)", _group_norm_backward

@@ -24,13 +24,15 @@ def pointwise(
     linear: Sequence[Sequence[int]] = (),
     monotone: str = "",
     jointly: Sequence[str] = (),
+    singly: Sequence[str] = (),
     when: tuple[str, Callable[[Call], bool]] | None = None,
     runs: str = "",
 ) -> Row:
     """A pointwise row.
 
-    `monotone` is a key of `_MONOTONE`; `jointly` are reductions that pass if all tensors have them. All of them hold only `when` a condition, given as text and function, is
-    true. `runs` is the op that runs on the blocks in place of this one. A tensor of shape (0,) beside others is not used: on
+    `monotone` is a key of `_MONOTONE`; `jointly` are reductions that pass if all tensors have them, `singly` those that pass
+    from one tensor beside others without. All of them hold only `when` a condition, given as text and function, is true.
+    `runs` is the op that runs on the blocks in place of this one. A tensor of shape (0,) beside others is not used: on
     some devices an op has no buffer.
     """
     local = Local(((runs, (Slot(0),), {}),)) if runs else None
@@ -56,6 +58,7 @@ def pointwise(
             linear=groups_of(call, linear) if passes else (),
             monotone=_MONOTONE[monotone] if passes and _has_order(call, monotone) else {},
             jointly=frozenset(jointly) if passes else frozenset(),
+            singly=frozenset(singly) if passes else frozenset(),
             local=(lambda call, place: local) if runs else None,
             alike=frozenset(i for i, skip in enumerate(unused[count:]) if skip),
         )
@@ -63,6 +66,7 @@ def pointwise(
     text = "pointwise" + ("" if monotone == "passes any reduction" else linear_text(linear))
     text += f"; {monotone}" if monotone else ""
     text += f"; {', '.join(jointly)} of all" if jointly else ""
+    text += f"; {', '.join(singly)} of one" if singly else ""
     return Row(text + (f" if {when[0]}" if when else ""), build, reads=when is not None)
 
 
@@ -98,8 +102,9 @@ ROWS: dict[str, Row] = {
         op_names("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor addcdiv"), pointwise(linear=[[0, 1]])
     ),
     "aten.copy.default": pointwise(linear=[[0, 1]], jointly=("max", "min", "product")),
-    "aten.maximum.default": pointwise(jointly=("max",)),
-    "aten.minimum.default": pointwise(jointly=("min",)),
+    # max(min(a, b), c) is min(max(a, c), max(b, c)), and NaN passes through both
+    "aten.maximum.default": pointwise(jointly=("max",), singly=("max", "min")),
+    "aten.minimum.default": pointwise(jointly=("min",), singly=("max", "min")),
     "aten.mul.Tensor": pointwise(linear=[[0], [1]]),
     "aten.addcmul.default": pointwise(linear=[[0, 1], [0, 2]]),
     "aten.where.self": pointwise(linear=[[1, 2]]),
@@ -128,9 +133,14 @@ ROWS: dict[str, Row] = {
     ),
     **dict.fromkeys(
         op_names(
-            "relu relu6 exp expm1 exp2 sigmoid tanh sinh asinh atan erf floor ceil trunc sign sgn clamp_max clamp_min"
+            "relu relu6 exp expm1 exp2 sigmoid tanh sinh asinh atan erf floor ceil trunc clamp_max clamp_min"
         ),
         pointwise(monotone="increasing"),
+    ),
+    # the sign of NaN is 0, so that of a max would be lost
+    **dict.fromkeys(
+        op_names("sign sgn"),
+        pointwise(monotone="increasing", when=("it is of integers", lambda call: "int" in call.dtypes[0])),
     ),
     "aten.masked_fill.Scalar": pointwise(
         linear=[[0]], when=("value is 0", lambda call: bool(call.args["value"] == 0))

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F  # noqa: N812 (the usual name)
 
 from shardwise.comm import PerRank, is_simulated, on_mesh
+from shardwise.experimental._context_parallel.attention import attend, gather_sequence
+from shardwise.experimental._context_parallel.token_order import HeadTailLoadBalancer, is_balanced, runs_of
 from shardwise.layout import LayoutError, Shard
-from shardwise.parallel.context_attention import attend, gather_sequence
-from shardwise.parallel.token_order import HeadTailLoadBalancer, is_balanced, runs_of
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = [

@@ -12,9 +12,9 @@ from tests.strategies import layouts
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.safetensors_file import open_safetensors
 from shardwise.layout import Axes
 from shardwise.parallel import parallelize_module
-from shardwise.parallel.safetensors_file import open_safetensors
 
 
 @pytest.mark.parametrize("on_meta", [False, True])

@@ -21,6 +21,7 @@ __all__ = [
     "Entry",
     "dtype_name",
     "dtype_named",
+    "has_name",
     "header_bytes",
     "open_safetensors",
     "parse_header",
@@ -65,6 +66,15 @@ def dtype_name(dtype: torch.dtype) -> str:
             fix="Write x.view(torch.uint8), or convert it.",
         )
     return _NAMES[dtype]
+
+
+def has_name(dtype: torch.dtype) -> bool:
+    """Whether headers have a name for a dtype.
+
+    >>> has_name(torch.bfloat16), has_name(torch.complex32)
+    (True, False)
+    """
+    return dtype in _NAMES
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import on_mesh
+from shardwise.experimental._context_parallel.token_order import is_balanced, restoring_order, runs_of
 from shardwise.layout import Partial, Replicate, Shard
-from shardwise.parallel.token_order import is_balanced, restoring_order, runs_of
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["attend", "gather_sequence"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.safetensors_file import open_safetensors
 from shardwise.comm import on_mesh
 from shardwise.layout import LayoutError, owned
 from shardwise.parallel.module_tensors import Slot, group_ties, slots_of
-from shardwise.parallel.safetensors_file import open_safetensors
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["load_sharded"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.parallel.context_parallel import attention_over
+from shardwise.experimental._context_parallel.sequences import attention_over
 from shardwise.parallel.parallel_style import ParallelStyle
 
 __all__ = ["ContextParallelStyle"]

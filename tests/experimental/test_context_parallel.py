@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.parallel.context_parallel_runs import all_runs, attention, dispatched
+from tests.experimental.context_parallel_runs import all_runs, attention, dispatched
 from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw

@@ -1,0 +1,112 @@
+"""Gradients in other layouts than their parameters, as ops leave them: moved together, when a step or clipping reads them.
+
+A backward pass leaves a gradient where its ops computed it: ranks with other rows of a batch hold terms of its sum. Micro-batches are
+then added without communication, as torch's DTensor adds them. Reading such a gradient is right as well, since its layout says
+what is pending, but each reader would reduce it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.redistribute_many import redistribute_many
+from shardwise.torch_internals.patches import PythonPatch
+
+__all__ = ["gradient_patches", "keep_memory", "settle_before_steps", "settle_gradients"]
+
+_KEPT = "_shardwise_gradient"
+_MOST = 1 << 24
+"""So many bytes per rank are moved together at most, since a buffer holds all of them."""
+
+
+def settle_gradients(params: Iterable[Any]) -> None:
+    """Move the gradients of parameters into the parameters' layouts, with few collectives."""
+    waiting = {id(p): p for p in params if _is_unsettled(p)}
+    for some in _buckets(list(waiting.values())):
+        grads = [p.grad for p in some]
+        with torch.no_grad():
+            found = redistribute_many(grads, [p.sharding for p in some])
+            for p, grad in zip(some, found, strict=True):
+                p.grad = _in_kept_memory(p, grad)
+
+
+def _is_unsettled(p: Any) -> bool:
+    if not isinstance(p, DTensor):
+        return False
+    grad = p.grad
+    return (
+        isinstance(grad, DTensor)
+        and grad.sharding is not p.sharding
+        and not grad.requires_grad  # the graph of a second derivative goes through it
+        and not grad.is_sparse
+        and grad.device_mesh == p.device_mesh
+        and grad.shape == p.shape
+    )
+
+
+def _buckets(params: Sequence[Any]) -> list[list[Any]]:
+    """Parameters in their order, in parts whose gradients have so many bytes together."""
+    out: list[list[Any]] = []
+    size = _MOST
+    for p in params:
+        # the whole tensor's bytes, so that ranks with blocks of other sizes decide alike
+        nbytes = p.grad.numel() * p.grad.dtype.itemsize
+        if size + nbytes > _MOST:
+            out.append([])
+            size = 0
+        out[-1].append(p)
+        size += nbytes
+    return out
+
+
+def keep_memory(p: Tensor, grad: Tensor) -> None:
+    """Let the next settled gradient of a parameter be in the memory of this one, which the program may know."""
+    # the id, because a copy of the parameter has its attributes
+    setattr(p, _KEPT, (id(p), grad))
+
+
+def _in_kept_memory(p: Tensor, grad: DTensor) -> Tensor:
+    owner, kept = p.__dict__.pop(_KEPT, (None, None))
+    if owner != id(p) or not isinstance(kept, DTensor) or kept._spec is not grad._spec:
+        return grad
+    return kept.copy_(grad)
+
+
+def settle_before_steps() -> None:
+    """Settle gradients before each step of an optimizer."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        settle_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(parameters, Tensor):
+        parameters = list(parameters)
+    if not torch.compiler.is_compiling():
+        settle_gradients([parameters] if isinstance(parameters, Tensor) else parameters)
+    return original(parameters, *args, **kwargs)
+
+
+def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
+    _before_step(optimizer, (), {})
+    return original(scaler, optimizer)
+
+
+def gradient_patches() -> list[PythonPatch]:
+    """The patches of functions that read the gradients of parameters."""
+    reason = "a pending gradient is reduced once, with all others, and not by each op that reads it"
+    utils = torch.nn.utils
+    clips = [(m, n) for m in (utils, utils.clip_grad) for n in ("clip_grad_norm_", "clip_grad_value_")]
+    return [
+        *(PythonPatch(target, _clip, reason) for target in clips),
+        PythonPatch((torch.amp.GradScaler, "unscale_"), _unscale, reason),
+    ]

@@ -1,0 +1,128 @@
+"""Collectives of gloo called on their process groups, so that a wait for one of them can be given up.
+
+A functional collective keeps its work where only `wait_tensor` finds it, and gloo does not always end that wait when connections
+break: a receipt whose header has arrived is forgotten. Here the work is known, too, and can be waited for a short time. It is
+registered as that of a functional collective, so that `wait_tensor` and torch's `AsyncCollectiveTensor` wait for it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Work,
+    _register_work,
+)
+
+from shardwise.torch_internals.process_groups import resolve_group
+
+__all__ = ["is_done", "is_gloo", "start_directly", "take_work"]
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_MOST_WORKS = 64
+"""Of tensors that nobody has waited for; of more, the oldest can only be waited for by `wait_tensor`."""
+_works: dict[int, Work] = {}
+_group_class = dist.ProcessGroup
+_all_gather_method = _group_class._allgather_base
+_all_reduce_method = _group_class.allreduce
+_all_to_all_method = _group_class.alltoall_base
+_broadcast_method = _group_class.broadcast
+_reduce_scatter_method = _group_class._reduce_scatter_base
+_wait_method = Work.wait
+"""The methods themselves: those of the classes may be replaced by ones that record what programs call."""
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group uses gloo for tensors on the CPU."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return bool(backend.name() == "gloo")
+
+
+def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
+    out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+    return _keep(out, _all_gather_method(resolve_group(group), out, tensor))
+
+
+def _all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
+    return _all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), op, group)
+
+
+def _all_reduce_in_place(tensor: Tensor, op: str, group: str) -> Tensor:
+    options = AllreduceOptions()
+    options.reduceOp = _OPS[op]  # type: ignore[assignment]
+    return _keep(tensor, _all_reduce_method(resolve_group(group), [tensor], options))
+
+
+def _all_to_all(tensor: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    return _keep(out, _all_to_all_method(resolve_group(group), out, tensor, receive, send))
+
+
+def _broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    out = tensor.clone(memory_format=torch.contiguous_format)
+    return _keep(out, _broadcast_method(resolve_group(group), [out], options))
+
+
+def _reduce_scatter(tensor: Tensor, op: str, size: int, group: str) -> Tensor:
+    options = ReduceScatterOptions()
+    options.reduceOp = _OPS[op]  # type: ignore[assignment]
+    out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    return _keep(out, _reduce_scatter_method(resolve_group(group), out, tensor, options))
+
+
+def _keep(tensor: Tensor, work: Any) -> Tensor:
+    if len(_works) >= _MOST_WORKS:
+        del _works[next(iter(_works))]
+    _works[id(tensor)] = work
+    _register_work(tensor, work)
+    return tensor
+
+
+_functional = torch.ops._c10d_functional
+_DIRECT: dict[Any, Callable[..., Tensor]] = {
+    _functional.all_gather_into_tensor.default: _all_gather,
+    _functional.all_reduce.default: _all_reduce,
+    _functional.all_reduce_.default: _all_reduce_in_place,
+    _functional.all_to_all_single.default: _all_to_all,
+    _functional.broadcast.default: _broadcast,
+    _functional.reduce_scatter_tensor.default: _reduce_scatter,
+}
+
+
+def start_directly(op: Any, tensor: Tensor, *args: Any) -> Tensor:
+    """Start a functional collective of a group that uses gloo; what it returns is waited for like the op's result.
+
+    Where something watches the ops that are called, or for dtypes that the op converts, the op itself is called.
+    """
+    if torch._C._len_torch_dispatch_stack() or tensor.device.type != "cpu" or tensor.is_complex():
+        return op(tensor, *args)  # type: ignore[no-any-return]
+    return _DIRECT[op](tensor, *args)
+
+
+def take_work(tensor: Tensor) -> Any:
+    """The work of the collective that returned this tensor, once; None if it is not known."""
+    return _works.pop(id(tensor), None)
+
+
+def is_done(work: Any, seconds: float) -> bool:
+    """Wait for a work for some time; whether it is done, be it by an error."""
+    try:
+        _wait_method(work, timedelta(seconds=seconds))
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
