@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from shardwise.call.fallback import gather, write_back
-from shardwise.call.moved_view import MovedView, ViewSource
+from shardwise.call.moved_view import MovedView
+from shardwise.call.view_source import ViewSource
 from shardwise.call.writes import known_memory, memory_of, note_write
 from shardwise.comm import PerRank, map_ranks
 from shardwise.layout import Layout, Spec, is_dense
 from shardwise.plan.settings import override_settings
-from shardwise.tensor.dtensor import DTensor, copy_block
+from shardwise.tensor.copy_methods import copy_block
+from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.subclass import view_base
 
 __all__ = ["GrownSource", "grown"]

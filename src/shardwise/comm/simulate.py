@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import Coord, coord_of, forget_groups, members_of, viewpoints
 from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
+from shardwise.comm.per_rank_autograd import install_autograd
 from shardwise.comm.plain_collectives import run_plain_collective
 from shardwise.comm.rank_hooks import install_hooks
 from shardwise.comm.simulated_collectives import known_meshes
@@ -21,6 +22,7 @@ from shardwise.torch_internals.mesh import restored_mesh_stack
 from shardwise.torch_internals.process_groups import simulated_world
 from shardwise.torch_internals.stance import compiled_functions_run_eagerly
 
+install_autograd()
 install_hooks()
 
 __all__ = [

@@ -21,8 +21,9 @@ from shardwise.dispatch.fast_path import Recipe, recipe_of
 from shardwise.dispatch.key import LIST, ONE_TENSOR, TWO_TENSORS, Entry, call_key, new_entry, specs_of
 from shardwise.dispatch.routes import decide
 from shardwise.plan.settings import active, current_settings, forget_decisions, inherited
-from shardwise.tensor.dtensor import DTensor, data_of_inference_tensor
+from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.inference import in_inference_mode, inference_tensors, note_inference_mode
+from shardwise.tensor.inference_data import data_of_inference_tensor
 from shardwise.torch_internals.symbolic_sizes import untraced
 
 __all__ = ["dispatch", "find_recipe", "find_route", "on_direct_route"]

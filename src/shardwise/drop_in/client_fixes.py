@@ -31,6 +31,7 @@ from shardwise.torch_internals.fsdp_division import (
     divide_once,
 )
 from shardwise.torch_internals.module_fixer import ModuleFixer
+from shardwise.torch_internals.modules import own_parameters
 
 __all__ = ["FIXES", "client_fixer"]
 
@@ -120,11 +121,11 @@ def _parameters_of_ranks(finalize: Callable[..., Any]) -> Callable[..., Any]:
         if is_simulated() and any(isinstance(p, DTensor) for p in model.parameters()):
             spread: dict[int, Any] = {}  # tied parameters stay tied
             for module in model.modules():
-                for name, p in module._parameters.items():
+                for name, p in own_parameters(module).items():
                     if p is not None and not isinstance(p, DTensor | PerRank):
                         if id(p) not in spread:
                             spread[id(p)] = per_rank(_copy(p))
-                        module._parameters[name] = spread[id(p)]
+                        own_parameters(module)[name] = spread[id(p)]
         return out
 
     return finalized

@@ -6,6 +6,7 @@ from shardwise.tensor.construct import rebuild
 from shardwise.tensor.dtensor import DTensor, implementation
 from shardwise.tensor.graph_functions import support_compile
 from shardwise.tensor.indexing import replicated_index
+from shardwise.tensor.inference_data import data_of_inference_tensor, note_data
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.local_mode import support_local_tensors
 from shardwise.tensor.placement_methods import add_placement_methods
@@ -20,6 +21,8 @@ implementation.from_local = from_local
 implementation.to_local = to_local
 implementation.redistribute = redistribute
 implementation.to_layout = to_layout
+implementation.data_of_inference_tensor = data_of_inference_tensor
+implementation.note_data = note_data
 implementation.index_of = replicated_index
 implementation.rebuild = rebuild
 allow_loading()

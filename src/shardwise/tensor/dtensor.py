@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,15 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec, SpecPattern, pattern_of
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
+from shardwise.tensor.copy_methods import CopyMethods
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import REPLACED, ShapeMethods, may_leave_views
-from shardwise.torch_internals.dispatcher import read_schema
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,
     has_views,
-    inference_error,
     is_parameter,
     new_dtensor,
 )
@@ -31,8 +28,6 @@ from shardwise.torch_internals.subclass import (
 __all__ = [
     "DTensor",
     "Implementation",
-    "copy_block",
-    "data_of_inference_tensor",
     "implementation",
     "is_simulated_tensor",
     "local_slot",
@@ -49,6 +44,8 @@ class Implementation:
     to_local: Callable[..., Tensor]
     redistribute: Callable[..., DTensor]
     to_layout: Callable[[DTensor, Layout], DTensor]
+    data_of_inference_tensor: Callable[[DTensor], DTensor]
+    note_data: Callable[[DTensor, DTensor], None]
     index_of: Callable[[DTensor, Any], Any]
     rebuild: Callable[..., DTensor]
     stable_hash: Callable[[DTensor], str]
@@ -74,7 +71,7 @@ def _is_simple(index: Any) -> bool:
     return _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES
 
 
-class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
+class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, torch.Tensor):
     """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw
@@ -134,7 +131,7 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
     def data(self) -> DTensor:
         """The tensor detached from its autograd graph. Assigning a DTensor replaces the blocks and the layout."""
         if self.is_inference() and not torch.is_inference_mode_enabled():
-            return data_of_inference_tensor(self)
+            return implementation.data_of_inference_tensor(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[no-any-return, attr-defined]
 
     @data.setter
@@ -159,8 +156,7 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
         """Take the blocks and the layout of another tensor, whatever views there are."""
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._adopt(new)
-        if issubclass(type(new), _DataOfInferenceTensor):
-            self.__class__ = _data_class(self.__class__)
+        implementation.note_data(self, new)
 
     def _adopt(self, other: DTensor) -> None:
         """Share the blocks of another tensor and take its layout."""
@@ -329,101 +325,6 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, torch.Tensor):
         return implementation.rebuild, (
             self._local_tensor.detach(), self._spec, self.requires_grad, is_parameter(self),
         )  # fmt: skip
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol.\n"
-                "  why: A copy has no place in the autograd graph that computed this tensor.\n"
-                "  fix: copy.deepcopy(x.detach())"
-            )
-        # a copy of a parameter shares no memory with other copies, as in torch
-        copy = self._copy_blocks({} if is_parameter(self) else memo)
-        copy.requires_grad_(self.requires_grad)
-        copy.__dict__.update(self.__dict__)
-        copy.__dict__.pop(REPLACED, None)
-        memo[id(self)] = copy
-        if self.grad is not None and not is_parameter(self):  # torch copies a parameter without its gradient
-            copy.grad = self.grad.__deepcopy__(memo)
-        return copy
-
-    def _copy_blocks(self, memo: dict[int, Any]) -> DTensor:
-        """A tensor with copies of the blocks."""
-        return type(self)(copy_block(self._local_tensor, memo), self._spec)
-
-
-class _DataOfInferenceTensor:
-    """The class of `x.data` and `x.detach()` of an inference tensor: they may be written to, views of them may not."""
-
-    __slots__ = ()
-
-    def is_inference(self) -> bool:
-        return True
-
-    def _copy_blocks(self: Any, memo: dict[int, Any]) -> DTensor:
-        copy: DTensor = super()._copy_blocks(memo)  # type: ignore[misc]
-        return DTensor(copy._local_tensor, copy._spec) if copy._source is None else copy
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # torch asks the first class of which no other is a subclass: what another class does must not be lost
-        kinds = [t.__bases__[1] if issubclass(t, _DataOfInferenceTensor) else t for t in types]
-        kind: Any = next((t for t in kinds if issubclass(t, DTensor) and t is not DTensor), DTensor)
-        schema = read_schema(func)
-        first = schema.arguments[0]
-        if not torch.is_inference_mode_enabled() and _writes_to_view(schema, args, kwargs or {}):
-            raise inference_error()
-        if not first.alias or first.writes or not isinstance(args[0], _DataOfInferenceTensor):
-            return kind.__torch_dispatch__(func, types, args, kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            result = kind.__torch_dispatch__(func, types, args, kwargs)
-        mixin = _DataOfInferenceTensor if func is torch.ops.aten.detach.default else _ViewOfData
-        for x in result if isinstance(result, list | tuple) else (result,):
-            x.__class__ = _data_class(x.__class__, mixin)
-        return result
-
-
-class _ViewOfData(_DataOfInferenceTensor):
-    """The class of views of the data of an inference tensor."""
-
-    __slots__ = ()
-
-
-def _writes_to_view(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for i, argument in enumerate(schema.arguments):
-        if argument.writes:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for t in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(t, _ViewOfData):
-                    return True
-    return False
-
-
-@cache
-def _data_class(cls: Any, mixin: Any = _DataOfInferenceTensor) -> Any:
-    if issubclass(cls, _DataOfInferenceTensor):
-        cls = cls.__bases__[1]
-    return type(cls.__name__, (mixin, cls), {"__slots__": ()})
-
-
-def data_of_inference_tensor(x: DTensor) -> DTensor:
-    """What `x.data` and `x.detach()` of an inference tensor are outside of inference mode."""
-    with torch.inference_mode(False):
-        out = DTensor(x._local_tensor, x._spec)
-    out._adopt(x)
-    out.__class__ = _data_class(out.__class__)
-    return out
-
-
-def copy_block(block: Tensor, memo: dict[int, Any]) -> Tensor:
-    """A copy of a block; blocks that share memory have copies that do, as far as they are copied with the same memo."""
-    if isinstance(block, PerRank):
-        return PerRank({r: deepcopy(t.detach(), memo) for r, t in block._blocks.items()})
-    return deepcopy(block.detach(), memo)
 
 
 local_slot: Any = DTensor._local_tensor
