@@ -16,10 +16,10 @@ from tests.compile.dynamic_programs import SPLIT, UNSPLIT
 from tests.compile.matrix import S0, R, tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import shardwise as sw
 from shardwise.comm.launch import Workers
+from shardwise.layout import Spec
 
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 PROGRAMS = UNSPLIT | SPLIT
@@ -211,10 +211,8 @@ def test_a_split_dim_that_is_static_is_guarded():
 
 def test_symbols_of_earlier_programs_are_forgotten():
     def alive():
-        for method in vars(ShapeEnv).values():  # torch keeps the last ones in the caches of their methods
-            getattr(method, "cache_clear", bool)()
         gc.collect()
-        return sum(type(x) is ShapeEnv for x in gc.get_objects())
+        return sum(spec.is_symbolic for spec in list(Spec._interned.values()))
 
     with sw.compile.fake_mesh((2,), ("tp",)) as mesh:
         counts = []
@@ -224,4 +222,6 @@ def test_symbols_of_earlier_programs_are_forgotten():
             for n in (4, 6):
                 step(tensor(mesh, n, 4, grad=False))
             counts.append(alive())
-        assert counts[-1] <= counts[1] + 1
+    assert counts[0] > 2
+    # torch keeps the input of each program, in a cycle that passes through C++
+    assert counts[-1] <= counts[0] + len(counts) - 1
