@@ -11,8 +11,16 @@ FILES = sorted(SRC.rglob("*.py"))
 TREES = {p: ast.parse(p.read_text()) for p in FILES}
 OUTSIDE = [p for p in FILES if p.relative_to(SRC).parts[0] != "torch_internals"]
 PRIVATE_TORCH = re.compile(r"\btorch\.(?:(?!ops\.aten\b)\w+\.)*_[A-Za-z]\w*")
-# documented methods of named tuples, of os and of pickle
-DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit", "_xoptions", "_current_frames"}
+# documented methods of named tuples, of os, of sys and of pickle
+DOCUMENTED = {
+    "_replace",
+    "_fields",
+    "_asdict",
+    "_exit",
+    "_xoptions",
+    "_current_frames",
+    "_current_exceptions",
+}
 
 
 def _defined() -> set[str]:

@@ -239,3 +239,17 @@ def test_gradients_on_processes_equal_one_device(workers: Workers):
     for found in workers.run(_on_processes)[:2]:
         for a, q in zip(found, dense.parameters(), strict=True):
             torch.testing.assert_close(a, q.grad)
+
+
+def test_waiting_gradients_of_styles_are_reduced_where_implicit_communication_is_refused():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        norm = nn.LayerNorm(4)
+        sw.parallel.parallelize_module(norm, mesh, sw.parallel.SequenceParallel())
+        optimizer = torch.optim.SGD(norm.parameters(), lr=0.5)
+        x = sw.distribute_tensor(torch.randn(2, 6, 4), mesh, [sw.Shard(1)])
+        with sw.policy(implicit="error"):
+            (norm(x) * x).sum().backward()
+            assert norm.weight.grad.sharding.partial
+            optimizer.step()
+        assert norm.weight.grad.sharding is norm.weight.sharding

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.rules import samples_indexing, samples_matrices, samples_networks, samples_views
+from tests.rules import samples_indexing, samples_matrices, samples_networks, samples_prims, samples_views
 from tests.rules.calls import Call, copy_tensors, name_of
 from tests.rules.calls import call as _call
 from tests.rules.calls import index as _index
@@ -345,6 +345,7 @@ _FILES = (
     samples_networks.WRITTEN,
     WRITTEN,
     samples_matrices.WRITTEN,
+    samples_prims.WRITTEN,
     samples_indexing.WRITTEN,
     samples_views.WRITTEN,
 )

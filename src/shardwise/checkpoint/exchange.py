@@ -23,7 +23,7 @@ from shardwise.faults import PeerError, current_session, watch_world
 from shardwise.torch_internals.collectives import note_of
 from shardwise.torch_internals.connections import world_store
 
-__all__ = ["Report", "agree", "failure", "next_number", "restart_numbers", "run_token"]
+__all__ = ["Report", "agree", "next_number", "restart_numbers", "run_token"]
 
 Report = dict[str, Any]
 _numbers = [itertools.count()]
@@ -50,21 +50,40 @@ def restart_numbers() -> None:
 
 
 def agree(
-    number: int, report: Report, decide: Callable[[Sequence[Report]], Report], timeout: float, alone: bool
+    number: int,
+    work: Callable[[], Report],
+    decide: Callable[[Sequence[Report]], Report],
+    timeout: float,
+    alone: bool,
 ) -> Report:
-    """What `decide` returns on rank 0, given the reports of all ranks; on every rank.
+    """Do the work of this rank, and return what `decide` returns on rank 0, given the reports of all ranks; on every rank.
 
     Args:
         number: of `next_number`.
-        report: that of this rank; under the key "error", a failure.
-        decide: called on rank 0.
+        work: called here; returns the report of this rank.
+        decide: called on rank 0, if all ranks have done their work.
         timeout: seconds to wait for the other ranks.
         alone: there are no other processes.
 
     Raises:
-        CheckpointError: a rank reported one, `decide` raised one, or a rank did not report within `timeout` seconds. It is the
-            same on all ranks.
+        CheckpointError: `work` raised on a rank, `decide` raised, or a rank did not report within `timeout` seconds. It is the
+            same on all ranks; the error of this rank itself is its cause.
     """
+    try:
+        report = work()
+    except Exception as error:
+        try:
+            _exchange(number, _failure(error, None if alone else this_rank()), decide, timeout, alone)
+        except CheckpointError as verdict:
+            raise verdict from error.__cause__ if isinstance(error, CheckpointError) else error
+        raise
+    return _exchange(number, report, decide, timeout, alone)
+
+
+def _exchange(
+    number: int, report: Report, decide: Callable[[Sequence[Report]], Report], timeout: float, alone: bool
+) -> Report:
+    """The outcome, or the error that a rank reported under the key "error"."""
     if alone:
         return _raise_error(_decide([report], decide))
     store, prefix = world_store(), f"shardwise/checkpoint/{number}"
@@ -78,9 +97,13 @@ def agree(
             reports.append(json.loads(_wait(store, key, timeout, f"rank {rank}")))
             store.delete_key(key)
         except CheckpointError as error:
-            reports.append(failure(error, rank))
+            reports.append(_failure(error, rank))
             break
-    verdict = _decide(reports, decide)
+    try:
+        verdict = _decide(reports, decide)
+    except Exception as error:
+        store.set(f"{prefix}/verdict", json.dumps(_failure(error, 0)))
+        raise
     store.set(f"{prefix}/verdict", json.dumps(verdict))
     store.delete_key(f"shardwise/checkpoint/{number - _KEPT_VERDICTS}/verdict")
     return _raise_error(verdict)
@@ -98,7 +121,7 @@ def run_token(timeout: float, alone: bool) -> str:
     return _wait(store, key, timeout, "rank 0").decode()
 
 
-def failure(error: Exception, rank: int | None = None) -> Report:
+def _failure(error: Exception, rank: int | None = None) -> Report:
     """An error as a report, with the rank that it happened on."""
     if not isinstance(error, CheckpointError):
         error = CheckpointError(
@@ -118,7 +141,7 @@ def _decide(reports: Sequence[Report], decide: Callable[[Sequence[Report]], Repo
     try:
         return decide(reports)
     except CheckpointError as error:
-        return failure(error)
+        return _failure(error)
 
 
 def _raise_error(verdict: Report) -> Report:

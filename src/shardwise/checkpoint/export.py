@@ -15,17 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shardwise.checkpoint.agreement import compare_ranks, digests
 from shardwise.checkpoint.aside import aside_path
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.bits import bits_of
 from shardwise.checkpoint.description import describe_state
 from shardwise.checkpoint.errors import CheckpointError, CheckpointStateError
-from shardwise.checkpoint.exchange import Report, agree, failure, next_number, run_token
+from shardwise.checkpoint.exchange import Report, agree, next_number, run_token
 from shardwise.checkpoint.metadata import checkpoint_path
 from shardwise.checkpoint.safetensors_file import header_bytes
 from shardwise.checkpoint.save_plan import Item, is_alone, plan_save, stored_of, this_rank, world_size
 from shardwise.checkpoint.saving import TIMEOUT
+from shardwise.checkpoint.state_digest import compare_digests, state_digest
 from shardwise.checkpoint.write import cell_of, sync_directory, write_errors
 from shardwise.comm import is_simulated
 
@@ -83,24 +83,23 @@ class _Export:
 
     def run(self, state: nn.Module | Mapping[str, Any], shard_bytes: int) -> list[Path]:
         first, second = next_number("export"), next_number("export")
-        try:
+        described: list[Mapping[str, Tensor]] = []
+
+        def describe() -> Report:
+            self.aside = aside_path(self.path / "export", run_token(self.timeout, is_alone()))
             tensors = self._describe(state, shard_bytes)
-            report: Report = digests(
-                {n: f"{stored_of(t).layout}" for n, t in tensors.items()}, None, self.path
-            )
-        except Exception as error:
-            report = failure(error, None if is_alone() else this_rank())
-        self.aside = aside_path(self.path / "export", run_token(self.timeout, is_alone()))
+            described.append(tensors)
+            return state_digest({n: f"{stored_of(t).layout}" for n, t in tensors.items()}, None, self.path)
+
+        def write() -> Report:
+            with write_errors(self.path):
+                for rank in range(world_size()) if is_simulated() else [this_rank()]:
+                    self._write(rank, described[0])
+            return {}
+
         try:
-            agree(first, report, self._create, self.timeout, is_alone())
-            try:
-                with write_errors(self.path):
-                    for rank in range(world_size()) if is_simulated() else [this_rank()]:
-                        self._write(rank, tensors)
-                report = {}
-            except Exception as error:
-                report = failure(error, None if is_alone() else this_rank())
-            agree(second, report, self._commit, self.timeout, is_alone())
+            agree(first, describe, self._create, self.timeout, is_alone())
+            agree(second, write, self._commit, self.timeout, is_alone())
         except CheckpointError:
             if this_rank() == 0:
                 shutil.rmtree(self.aside, ignore_errors=True)
@@ -151,7 +150,7 @@ class _Export:
 
     def _create(self, reports: Sequence[Report]) -> Report:
         """On rank 0: files of the right size, with their headers."""
-        compare_ranks(reports, "export")
+        compare_digests(reports, "export")
         with write_errors(self.path):
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir(parents=True)

@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.checkpoint.agreement import compare_ranks, digests
 from shardwise.checkpoint.bits import bits_of, empty_bits, tensor_of
 from shardwise.checkpoint.checksum import MODULUS
 from shardwise.checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
-from shardwise.checkpoint.exchange import Report, agree, failure, next_number
+from shardwise.checkpoint.exchange import Report, agree, next_number
 from shardwise.checkpoint.metadata import METADATA, StoredTensor, resolve_path, version_at
 from shardwise.checkpoint.random_state import set_random_position
 from shardwise.checkpoint.read import Part, Reader, parts_of
@@ -29,6 +28,7 @@ from shardwise.checkpoint.save_plan import (
     world_size,
 )
 from shardwise.checkpoint.saving import TIMEOUT
+from shardwise.checkpoint.state_digest import compare_digests, state_digest
 from shardwise.checkpoint.torch_format import TORCH_METADATA, TorchReader
 from shardwise.comm import is_simulated
 from shardwise.layout import owned
@@ -55,29 +55,23 @@ class Loading:
 
     def run(self, into: Any, random: bool) -> Any:
         """Read, agree with the other ranks that all is well, and set what is not a tensor."""
-        plan, after = None, None
-        cause: Exception | None = None
-        try:
-            self.reader = open_checkpoint(self.path)
-            plan, after = self._read(self.reader, into)
-            report = self._report(self.reader, plan, into)
-        except Exception as error:
-            report, cause = (
-                failure(self._replaced(error) or error, None if is_alone() else this_rank()),
-                error,
-            )
-        try:
-            agree(self.number, report, self._check, self.timeout, is_alone())
-        except CheckpointError as error:
-            if cause is None or isinstance(cause, CheckpointError):
-                raise
-            raise error from cause
-        if plan is None or self.reader is None:
-            raise RuntimeError("unreachable: a failed report raises")
+        found: list[tuple[Reader, Restoration, Any]] = []
+
+        def work() -> Report:
+            try:
+                self.reader = open_checkpoint(self.path)
+                plan, after = self._read(self.reader, into)
+            except (CorruptCheckpointError, NoCheckpointError) as error:
+                raise self._replaced() or error from error.__cause__
+            found.append((self.reader, plan, after))
+            return self._report(self.reader, plan, into)
+
+        agree(self.number, work, self._check, self.timeout, is_alone())
+        ((reader, plan, after),) = found
         for setter in plan.setters:
             setter()
-        if random and self.reader.metadata.random is not None:
-            set_random_position(self.reader.metadata.random)
+        if random and reader.metadata.random is not None:
+            set_random_position(reader.metadata.random)
         return after
 
     def _read(self, reader: Reader, into: Any) -> tuple[Restoration, Any]:
@@ -97,13 +91,11 @@ class Loading:
         return {
             "partial": [[*key, *sums] for key, sums in reader.partial.items()],
             "version": reader.metadata.version,
-            **digests({} if into is None else keys, into is None, self.path),
+            **state_digest({} if into is None else keys, into is None, self.path),
         }
 
-    def _replaced(self, error: Exception) -> CheckpointError | None:
+    def _replaced(self) -> CheckpointError | None:
         """The error for a checkpoint that was replaced while it was read, rather than damaged or not there."""
-        if not isinstance(error, CorruptCheckpointError | NoCheckpointError):
-            return None
         read = "" if self.reader is None else self.reader.metadata.version
         now = version_at(resolve_path(self._asked))
         return replaced_error(self._asked) if now not in ("", read) else None
@@ -111,7 +103,7 @@ class Loading:
     def _check(self, reports: Sequence[Report]) -> Report:
         if len({r["version"] for r in reports}) > 1:
             raise replaced_error(self._asked)
-        compare_ranks(reports, "load")
+        compare_digests(reports, "load")
         totals: dict[tuple[str, int], tuple[int, int]] = {}
         for name, cell, found, expected in (p for r in reports for p in r["partial"]):
             totals[name, cell] = (totals.get((name, cell), (0, 0))[0] + found) % MODULUS, expected

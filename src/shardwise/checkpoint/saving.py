@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.agreement import compare_ranks, digests
 from shardwise.checkpoint.aside import aside_path, remove_left_files
 from shardwise.checkpoint.description import describe_state
 from shardwise.checkpoint.errors import CheckpointError, CheckpointStateError
-from shardwise.checkpoint.exchange import Report, agree, failure, next_number, run_token
+from shardwise.checkpoint.exchange import Report, agree, next_number, run_token
 from shardwise.checkpoint.random_state import random_position
 from shardwise.checkpoint.save_plan import (
     SavePlan,
@@ -24,6 +23,7 @@ from shardwise.checkpoint.save_plan import (
     world_size,
 )
 from shardwise.checkpoint.staging import Staged, bits_in, stage
+from shardwise.checkpoint.state_digest import compare_digests, state_digest
 from shardwise.checkpoint.write import commit, write_errors, write_rank
 from shardwise.comm import is_simulated
 
@@ -81,21 +81,17 @@ class Saving:
 
     def run(self) -> None:
         """Write the data of this rank, and wait until the checkpoint is there."""
-        cause: Exception | None = None
         try:
-            if self.error is not None:
-                raise self.error
-            report = {"reports": self._write(), **self._digests()}
-        except Exception as error:
-            report, cause = failure(error, None if self.alone else self.rank), error
-        try:
-            agree(self.number, report, self._commit, self.timeout, self.alone)
-        except CheckpointError as error:
+            agree(self.number, self._work, self._commit, self.timeout, self.alone)
+        except CheckpointError:
             if self.rank == 0 and self.aside is not None:
                 shutil.rmtree(self.aside, ignore_errors=True)  # the next save may need the room
-            if cause is None or isinstance(cause, CheckpointError):
-                raise
-            raise error from cause
+            raise
+
+    def _work(self) -> Report:
+        if self.error is not None:
+            raise self.error
+        return {"reports": self._write(), **self._digest()}
 
     def _write(self) -> list[Report]:
         """Write the files of this process aside."""
@@ -112,16 +108,16 @@ class Saving:
                     staged.give_back()
         return reports
 
-    def _digests(self) -> Report:
+    def _digest(self) -> Report:
         random = self.content[
             "random"
         ]  # before the ranks have agreed on a seed, that of rank 0 is the one that counts
         same = self.content if random["agreed"] else {**self.content, "random": random["position"]}
         keys = {n: f"{s.dtype} {s.layout}" for n, s in self.plan.stored.items()}
-        return digests(keys, same, self.path)
+        return state_digest(keys, same, self.path)
 
     def _commit(self, reports: Sequence[Report]) -> Report:
-        compare_ranks(reports, "save")
+        compare_digests(reports, "save")
         files = [f for r in reports for f in r["reports"]]
         if self.aside is None:
             raise RuntimeError("unreachable: this rank has reported what it wrote")

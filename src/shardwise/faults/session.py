@@ -155,7 +155,9 @@ class Session:
             try:
                 results.append(wait())
             except BaseException as error:
-                errors.append(error)
+                errors.append(error)  # raised below, in the thread of the program
+                if not isinstance(error, Exception):
+                    raise
 
         thread = threading.Thread(target=run, name="shardwise_wait", daemon=True)
         thread.start()

@@ -14,26 +14,51 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.patches import PythonPatch
 
-__all__ = ["gradient_patches", "keep_memory", "settle_before_steps", "settle_gradients"]
+__all__ = [
+    "gradient_patches",
+    "is_watched",
+    "keep_memory",
+    "settle_before_steps",
+    "settle_gradients",
+    "watch",
+]
 
 _KEPT = "_shardwise_gradient"
+_WATCHED = "_shardwise_watched"
 _MOST = 1 << 24
 """So many bytes per rank are moved together at most, since a buffer holds all of them."""
 
 
 def settle_gradients(params: Iterable[Any]) -> None:
-    """Move the gradients of parameters into the parameters' layouts, with few collectives."""
-    waiting = {id(p): p for p in params if _is_unsettled(p)}
+    """Move the gradients of parameters into the parameters' layouts, with few collectives.
+
+    If implicit communication is not allowed, only those of parameters that are watched, for which the program has asked for it: ops
+    that read the others then raise or warn.
+    """
+    allowed = current_settings().implicit == "allow"
+    waiting = {id(p): p for p in params if _is_unsettled(p) and (allowed or is_watched(p))}
     for some in _buckets(list(waiting.values())):
         grads = [p.grad for p in some]
         with torch.no_grad():
             found = redistribute_many(grads, [p.sharding for p in some])
             for p, grad in zip(some, found, strict=True):
                 p.grad = _in_kept_memory(p, grad)
+
+
+def watch(p: Tensor) -> None:
+    """Note that the gradient of a parameter belongs in the parameter's layout, as the styles of `parallel` say."""
+    # the id, because a copy has the attributes of the original and none of its hooks
+    setattr(p, _WATCHED, id(p))
+
+
+def is_watched(p: Tensor) -> bool:
+    """Whether `watch` was called for this parameter itself."""
+    return getattr(p, _WATCHED, None) == id(p)
 
 
 def _is_unsettled(p: Any) -> bool:

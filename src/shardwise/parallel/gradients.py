@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.layout import Layout, largest_block
 from shardwise.layout.sizes import cached, same_sizes
-from shardwise.ops.pending_gradients import keep_memory
+from shardwise.ops.pending_gradients import is_watched, keep_memory, watch
 from shardwise.parallel.plain import to_plain
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.dtensor import DTensor
@@ -19,7 +19,6 @@ from shardwise.torch_internals.graph_calls import call_in_graph, call_while_trac
 
 __all__ = ["watch_gradient", "watch_gradients"]
 
-_WATCHED = "_shardwise_watched"
 _LARGE = 1 << 20
 """A gradient of so many bytes is reduced where one in the parameter's layout is there already: it would be held twice."""
 
@@ -31,7 +30,7 @@ def watch_gradients(module: nn.Module) -> None:
     This is done before each forward pass: parameters may have been added, unfrozen, copied or given memory since the last.
     """
     for p in module.parameters():
-        if p.requires_grad and getattr(p, _WATCHED, None) != id(p):
+        if p.requires_grad and not is_watched(p):
             watch_gradient(p)
 
 
@@ -42,8 +41,7 @@ def watch_gradient(p: Tensor) -> None:
     parameter with all others before the optimizer's step or clipping (see `ops/pending_gradients.py`). One that is returned, that a
     hook reads, or that has a graph of its own is moved at once.
     """
-    # the id, because a copy has the attributes of the original and none of its hooks
-    setattr(p, _WATCHED, id(p))
+    watch(p)
     hook = _reduce(p.sharding) if isinstance(p, DTensor) else _plain_gradient
     if hook not in restore_hooks(p):
         p.register_hook(hook)

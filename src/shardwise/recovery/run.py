@@ -9,11 +9,11 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.agreement import digests
 from shardwise.checkpoint.errors import CheckpointStateError
 from shardwise.checkpoint.random_state import set_random_position
 from shardwise.checkpoint.restore import plan_restore
 from shardwise.checkpoint.save_plan import stored_of
+from shardwise.checkpoint.state_digest import state_digest
 from shardwise.faults import PeerError
 from shardwise.recovery.errors import ElasticError, StateLostError
 from shardwise.recovery.snapshot import Snapshot, describe
@@ -107,7 +107,7 @@ class ElasticRun:
             raise lost_error(kept, lost, self.members)
         plan, _ = plan_restore(state, kept.content["state"], kept.tensor, True, "of the last commit")
         keys = {name: str(stored_of(target).layout) for name, target in plan.tensors}
-        if not agree_on(int(digests(keys, None)["keys"][:14], 16)):
+        if not agree_on(int(state_digest(keys, None)["keys"][:14], 16)):
             raise CheckpointStateError(
                 "restore got different tensors or layouts on different ranks.",
                 why="Every rank must restore the same state.",

@@ -25,7 +25,7 @@ ROWS: dict[str, Row] = {
         _names(
             "abs acos acosh asin asinh atan atanh cos cosh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 "
             "bitwise_not cbrt ceil conj_physical digamma erf erf_inv erfc erfcx exp expm1 exp2 floor imag isfinite lgamma "
-            "log log1p log2 log10 ndtri real reciprocal round sign signbit sin sinh spherical_bessel_j0 sqrt tan tanh "
+            "log log1p log2 log10 ndtri real reciprocal round sign sin sinh spherical_bessel_j0 sqrt tan tanh "
             "trunc atan2 bitwise_and bitwise_or bitwise_xor eq fmax fmin fmod gcd ge gt hypot igamma igammac le lt ne "
             "nextafter pow remainder rsqrt shift_left shift_right_arithmetic zeta"
         ),

@@ -12,10 +12,10 @@ from typing import Any
 from shardwise.checkpoint.errors import CheckpointStateError
 from shardwise.checkpoint.exchange import Report
 
-__all__ = ["compare_ranks", "digests"]
+__all__ = ["compare_digests", "state_digest"]
 
 
-def digests(keys: Mapping[str, str], values: Any, path: object = "") -> Report:
+def state_digest(keys: Mapping[str, str], values: Any, path: object = "") -> Report:
     """The part of a rank's report by which the ranks are compared."""
     names = json.dumps(keys, sort_keys=True).encode()
     return {
@@ -26,7 +26,7 @@ def digests(keys: Mapping[str, str], values: Any, path: object = "") -> Report:
     }
 
 
-def compare_ranks(reports: Sequence[Report], what: str) -> None:
+def compare_digests(reports: Sequence[Report], what: str) -> None:
     """Refuse states that differ between ranks."""
     for rank, report in enumerate(reports):
         if report["path"] != reports[0]["path"]:
