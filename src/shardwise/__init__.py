@@ -17,6 +17,7 @@ from shardwise.api.factories import arange, empty, eye, full, linspace, logspace
 from shardwise.api.geometry import compute_local_shape_and_global_offset
 from shardwise.api.random_factories import rand, randint, randn, randperm
 from shardwise.api.register_sharding import register_sharding
+from shardwise.call.moved_view import MovedView as _MovedView
 from shardwise.checkpoint.load_sharded import load_sharded
 from shardwise.comm import LaunchError, PerRank, launch, per_rank, simulate
 from shardwise.comm.measure import measure_costs as _measure_costs
@@ -51,6 +52,7 @@ _never_compile(_dispatch)
 CostModel.measure = staticmethod(_measure_costs)
 _install_patches()
 _support_foreach(DTensor)
+_support_foreach(_MovedView)
 _support_state_dicts()
 _prove_by(_prove)
 

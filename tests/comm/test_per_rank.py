@@ -86,6 +86,13 @@ def test_each_of_several_results_is_per_rank():
     assert len(list(x)) == len(x.unbind(1)) == 2
 
 
+def test_results_with_names_keep_them():
+    x = PerRank({0: torch.tensor([[1.0, 5.0]]), 1: torch.tensor([[4.0, 2.0]])})
+    assert [t.tolist() for t in x.max(1).values.ranks] == [[5], [4]]
+    assert [t.tolist() for t in torch.sort(x).indices.ranks] == [[[0, 1]], [[1, 0]]]
+    assert type(x.topk(1)) is torch.return_types.topk
+
+
 def test_in_place_ops_change_the_blocks():
     x = numbered()
     blocks = x.ranks

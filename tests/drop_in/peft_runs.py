@@ -29,12 +29,18 @@ def _like(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    targets: list[str], mode: str = "tp", steps: int = 2, clip: bool = True, merge: bool = True
+    targets: list[str],
+    mode: str = "tp",
+    steps: int = 2,
+    clip: bool = True,
+    merge: bool = True,
+    modules: list[str] | None = None,
 ) -> dict[str, Any]:
     """Train the adapters, merge them: the greatest difference from one device of each kind."""
     with Float64():
         dense, model, _ = load("Llama", mode)
         config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+        config.modules_to_save = modules
         dense, model = get_peft_model(dense, config), get_peft_model(model, config)
         for m in (dense, model):
             _fill(m)

@@ -59,6 +59,16 @@ def test_training_generation_and_saving_equal_one_device(run: Run, name: str, mo
         assert _worst(found) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"), [("Mixtral", "tp"), *([("Qwen3", "tp"), ("Mixtral", "ep")] if DEEP else [])]
+)
+def test_copies_compute_with_their_own_parameters(run: Run, name: str, mode: str):
+    for found in run(f"{HERE}:copied", world=2, name=name, mode=mode):
+        assert found["loss"] < 1e-9
+        assert found["gradients"] == {}
+        assert found["gradients of the original"] == {}
+
+
 @pytest.mark.parametrize(("name", "world"), UNEVEN)
 def test_widths_that_ranks_do_not_divide(run: Run, name: str, world: int):
     uneven = {"intermediate_size": 33, "vocab_size": 65}
@@ -108,7 +118,8 @@ TARGETS = [
 @pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
 @pytest.mark.parametrize("targets", TARGETS, ids=" ".join)
 def test_peft_trains_and_merges_adapters_as_on_one_device(run: Run, targets: list[str]):
-    for found in run("tests.drop_in.peft_runs:train", world=2, targets=targets):
+    trained = ["lm_head"]  # a copy of the layer, beside the adapters
+    for found in run("tests.drop_in.peft_runs:train", world=2, targets=targets, modules=trained):
         assert found["split"] >= 4
         assert found["gradients"] == {}
         assert _worst(found) < 1e-9

@@ -5,6 +5,7 @@ The same code runs on shardwise (`installed_transformers`) and on torch's DTenso
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 import time
@@ -133,6 +134,25 @@ def train(name: str, mode: str, clip: bool = True, **changes: Any) -> dict[str, 
         out["saved"] = _worst(list(loaded.parameters()), list(dense.parameters()))
         dist.barrier()
     return out
+
+
+def copied(name: str, mode: str) -> dict[str, Any]:
+    """Copy both models, train the originals, and compare what the copies compute: greatest differences."""
+    with Float64():
+        dense, model, _ = load(name, mode)
+        copies = copy.deepcopy(model), copy.deepcopy(dense)
+        tokens = _tokens(1)
+        for m in (model, dense):
+            m(input_ids=tokens, labels=tokens).loss.backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        losses = [m(input_ids=tokens, labels=tokens).loss for m in copies]
+        for loss in losses:
+            loss.backward()
+        return {
+            "loss": _worst([_full(losses[0]).detach()], [losses[1].detach()]),
+            "gradients": _gradients(*copies),
+            "gradients of the original": _gradients(model, dense),
+        }
 
 
 def simulate(ranks: int, **how: Any) -> dict[str, Any]:

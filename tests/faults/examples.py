@@ -146,7 +146,7 @@ GUARD = [
     Example(
         "A rank dies",
         killed,
-        "Look for the reason in the output of that rank and in the log of the system (`dmesg` for memory that ran out), and restart from the last checkpoint.",
+        "Look for the reason in the output of that rank and in the log of the system (`dmesg` for memory that ran out), and restart from the last checkpoint. With [`sw.elastic`](checkpoint.md#without-a-disk) the others go on, or under torchrun the processes that it starts anew.",
         "died",
     ),
     Example(

@@ -34,7 +34,7 @@ def test_a_fault_on_one_rank_is_one_error_on_all_others(name, outcomes):
     if name != "killed":
         assert found[BAD].error == expected.own
     others = [found[rank] for rank in (0, 1, 3)]
-    assert {o.error for o in others} == {"PeerError"}
+    assert {o.error for o in others} == {"PeerError"}, [o.text for o in others]
     assert {o.kind for o in others} == {expected.kind}
     assert len({o.text for o in others}) == 1
     text = others[0].text

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ def _dense() -> nn.Module:
 
 def _input(seed: int) -> Tensor:
     return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _matrix(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
 
 
 def _full(t: Tensor) -> Tensor:
@@ -153,11 +158,71 @@ def test_gradients_that_are_zeroed_keep_their_memory_and_stay_in_the_layout_of_t
         with CommDebugMode() as comm:
             loss.backward()
             assert _all_reduces(comm) == 0
+        for p, q, grad in zip(model.parameters(), dense.parameters(), known, strict=True):
+            assert p.grad is grad
+            torch.testing.assert_close(_full(grad), q.grad)
+        with CommDebugMode() as comm:
             optimizer.step()
         assert _all_reduces(comm) == 1
         for p, q, grad in zip(model.parameters(), dense.parameters(), known, strict=True):
             assert p.grad is grad
             torch.testing.assert_close(_full(p.grad), q.grad)
+
+
+def _clip(w: Tensor) -> None:
+    nn.utils.clip_grad_norm_([w], 0.1, foreach=True)
+
+
+def _clip_values(w: Tensor) -> None:
+    nn.utils.clip_grad_value_([w], 0.01)
+
+
+def _step_and_scale(w: Any) -> None:
+    torch.optim.SGD([w], 0.1).step()
+    w.grad.mul_(2)
+
+
+def _write_to_a_row(w: Any) -> None:
+    row = w.grad[2]
+    torch.optim.SGD([w], 0.1).step()
+    row.fill_(7)
+    w.grad.add_(1)
+
+
+@pytest.mark.parametrize("change", [_clip, _clip_values, _step_and_scale, _write_to_a_row])
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0), sw.Shard(1)])
+def test_who_has_a_pending_gradient_or_a_view_of_it_sees_what_becomes_of_it(placement, change):
+    def run(w: Any, x: Tensor) -> list[Any]:
+        w.requires_grad_()
+        (x @ w).square().sum().backward()
+        have = [w.grad, w.grad[1], w.grad.detach(), w.grad.t()]
+        change(w)
+        assert have[0] is w.grad
+        return have
+
+    expected = run(_matrix(4, 3), _matrix(6, 4))
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        w = sw.distribute_tensor(_matrix(4, 3), mesh, [placement])
+        found = run(w, sw.distribute_tensor(_matrix(6, 4), mesh, [sw.Shard(0)]))
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(_full(got), want)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_gradients_that_the_program_has_are_moved_together_too(look):
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        params = [
+            sw.distribute_tensor(torch.ones(4, 3), mesh, [sw.Shard(0)]).requires_grad_() for _ in range(3)
+        ]
+        x = sw.distribute_tensor(torch.ones(6, 4), mesh, [sw.Shard(0)])
+        sum((x @ w).square().sum() for w in params).backward()
+        grads = [w.grad for w in params] if look else []
+        with CommDebugMode() as comm:
+            nn.utils.clip_grad_norm_(params, 0.1)
+            torch.optim.AdamW(params).step()
+        assert comm.get_total_counts() == 2, grads  # the gradients, and their norms
 
 
 def test_a_gradient_does_not_wait_where_it_takes_more_memory_than_its_parameter():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,7 @@ from tests.recovery.training import Death, train, uninterrupted
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.recovery import ElasticError, ElasticRun, StateLostError
+from shardwise.recovery import ElasticError, ElasticRun, StateLostError, snapshot
 from shardwise.recovery.snapshot import Snapshot, describe
 
 pytestmark = pytest.mark.processes
@@ -188,6 +192,35 @@ def test_a_rank_that_was_stopped_is_left_behind_and_says_so(tmp_path):
     assert "LeftBehindError" in (tmp_path / "out-2").read_text()
 
 
+def copy_slowly(run: ElasticRun):
+    """Rank 0 dies when all have arrived at a commit, which rank 1 takes long to copy."""
+    mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    state = {"x": sw.distribute_tensor(torch.zeros(2, 3), mesh, [sw.Replicate()]), "step": 0}
+    run.restore(state)
+    real, member = snapshot.block_on, run.members[dist.get_rank()]
+
+    def slow(*args):
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        return real(*args)
+
+    while state["step"] < 5:
+        state["x"] += 1
+        state["step"] += 1
+        if (run.generation, state["step"], member) == (0, 3, 0):
+            Snapshot.copy_blocks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if (run.generation, state["step"], member) == (0, 3, 1):
+            snapshot.block_on = slow
+        run.commit(state)
+        snapshot.block_on = real
+    return state["x"].full_tensor().sum().item()
+
+
+def test_a_copy_is_not_interrupted_when_another_rank_dies():
+    assert sw.elastic(forked(copy_slowly), 3) == [None, 30.0, 30.0]
+
+
 def snapshots(shape, placements, copies):
     """The snapshots that the ranks of a mesh would make of a tensor, made in a simulation."""
     with sw.simulate(int(np.prod(shape))):
@@ -214,3 +247,33 @@ def test_what_is_lost_with_which_ranks(shape, placements, copies, without, lost)
     snapshot: Snapshot = snapshots(shape, placements, copies)[0][0]
     left = [m for m in snapshot.members if m not in without]
     assert snapshot.lost_without(left) == lost
+
+
+@pytest.mark.parametrize("seed", range(8 if DEEP else 1))
+def test_commits_outlive_the_processes_that_torchrun_restarts(tmp_path, expected, seed):
+    restarts, ranks = 2, 2 + seed % 2
+    shared = [str(tmp_path / "shared")] if seed % 2 else []
+    command = [sys.executable, "-m", "torch.distributed.run", f"--max-restarts={restarts}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", "-m", "tests.recovery.under_torchrun", str(tmp_path), str(seed), *shared]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as agent:
+        output, _ = agent.communicate(timeout=240)
+    assert agent.returncode == 0, output.decode()
+    committed, lives = None, 0
+    for kind, *entry, _when in map(json.loads, (tmp_path / "log").read_text().splitlines()):
+        if kind == "start":
+            lives += 1
+        elif kind == "restored":
+            # a commit may have been completed just before the rank that notes it died
+            assert entry[0] in (committed, (committed or 0) + 1)
+        elif kind == "committed":
+            committed = entry[0]
+        else:
+            step, loss, mask = entry
+            assert mask == expected[step][1]
+            assert abs(loss - expected[step][0]) <= 1e-6 * abs(expected[step][0])
+    assert (lives, committed) == (restarts + 1, len(expected))
+    assert not list(Path("/dev/shm").glob(f"shardwise-elastic-*-{agent.pid}-*"))
+    assert not list(tmp_path.glob("shared/*"))

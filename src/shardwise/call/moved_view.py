@@ -26,7 +26,7 @@ from shardwise.tensor.dtensor import DTensor, local_slot
 from shardwise.tensor.inference_data import data_of_inference_tensor
 from shardwise.torch_internals.subclass import bump_versions, is_parameter
 
-__all__ = ["MovedView", "remember_base"]
+__all__ = ["MovedView", "move_in_place", "remember_base"]
 
 aten = torch.ops.aten
 
@@ -210,6 +210,18 @@ def remember_base(
     if isinstance(result, Tensor):
         return view(None, result)  # type: ignore[arg-type]
     return type(result)([view(i, r) for i, r in enumerate(result)])
+
+
+def move_in_place(x: DTensor, moved: DTensor) -> None:
+    """Let a tensor object have another layout, which is no write: it becomes a view of what it was, in the blocks of `moved`.
+
+    What shares memory with `x` still does: writes to either reach the other.
+    """
+    spec = moved._spec.with_layout(moved._spec.layout, x._spec.stride)
+    source = ViewSource(x, aten.alias.default, (), {}, None)
+    source.spec = spec
+    source.set_block(moved)
+    x._adopt(_view_of(source, spec))
 
 
 def _view_of(source: ViewSource, spec: Spec) -> MovedView:

@@ -92,8 +92,10 @@ class ViewSource:
                 result = self.func(self.base, *self.args, **self.kwargs)
             result = result if self.number is None else result[self.number]
             self.kind = "shared" if result._source is None else self._kind_of(result._source)
-            # under another cost model the result may have another layout
-            self.set_block(to_layout(self.func, result, self.spec.layout))
+            # under another cost model the result may have another layout, and the base of `move_in_place` has
+            moved = to_layout(self.func, result, self.spec.layout)
+            self.kind = self.kind if moved is result else "moved"
+            self.set_block(moved)
         return self.block
 
     def write_back(self) -> None:
@@ -111,6 +113,8 @@ class ViewSource:
                 map_ranks(_copy_reshaped, block, self.block)
             elif self.kind == "shared":
                 pass
+            elif func is aten.alias.default:  # the same elements in another layout
+                map_ranks(copy_into, block, to_layout(func, value, base._spec.layout)._local_tensor)
             elif (scatter := scatter_of(func, number, base, *args, **kwargs)) is not None:
                 updated = scatter(DTensor(block, base._spec), value)
                 map_ranks(copy_into, block, to_layout(func, updated, base._spec.layout)._local_tensor)

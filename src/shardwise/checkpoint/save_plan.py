@@ -18,6 +18,7 @@ from shardwise.checkpoint.safetensors_file import dtype_name
 from shardwise.comm import PerRank, coord_of, is_simulated, members_of, siblings_of
 from shardwise.layout import Axes, Layout, owned
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.rank_queries import process_rank
 
 __all__ = [
     "Item",
@@ -134,7 +135,7 @@ def world_size() -> int:
 
 def this_rank() -> int:
     """The rank of this process."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return process_rank() if dist.is_initialized() else 0
 
 
 def is_alone() -> bool:

@@ -18,6 +18,7 @@ from shardwise.faults import watch_world
 from shardwise.layout import Axes, Factor, Layout, LayoutError
 from shardwise.torch_internals.mesh import axis_group_names, innermost_mesh, sibling_ranks
 from shardwise.torch_internals.process_groups import create_group
+from shardwise.torch_internals.rank_queries import process_coordinate, process_rank
 
 __all__ = [
     "Coord",
@@ -126,8 +127,7 @@ def coord_of(mesh: DeviceMesh) -> Coord | None:
     """The coord of this process on the mesh, or None if it is not on the mesh."""
     if viewpoints:
         return members_of(mesh).get(viewpoints[-1])
-    coord = mesh.get_coordinate()
-    return None if coord is None else tuple(coord)
+    return process_coordinate(mesh)
 
 
 def siblings_of(mesh: DeviceMesh) -> list[list[int]]:
@@ -140,7 +140,7 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
     Unlike `mesh.mesh` it runs no tensor ops, so it can be called while torch is tracing.
     """
-    siblings, me = siblings_of(mesh), mesh.get_rank()
+    siblings, me = siblings_of(mesh), process_rank()
     return next((ranks for ranks in siblings if me in ranks), siblings[0])
 
 
@@ -212,7 +212,7 @@ def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
             raise RuntimeError("a rank that is not on the mesh has no group on it")
         watch_world()
         here = on.number(me)
-        mine = next(ranks for ranks in siblings_of(mesh) if ranks[here] == mesh.get_rank())
+        mine = next(ranks for ranks in siblings_of(mesh) if ranks[here] == process_rank())
         start = on.number([0 if a in axes else i for a, i in enumerate(me)])
         ranks = tuple(mine[start + i] for i in _offsets(on, axes))
         # the mesh's own groups are in the order of the ranks, which need not be that of the coords

@@ -237,11 +237,15 @@ def at_rank(value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
         return value.tracked._blocks[rank]
     if isinstance(value, list | tuple):
-        inner = [at_rank(v, rank) for v in value]
-        return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+        return _sequence_like(value, [at_rank(v, rank) for v in value])
     if isinstance(value, dict):
         return {k: at_rank(v, rank) for k, v in value.items()}
     return value
+
+
+def _sequence_like(value: Any, inner: list[Any]) -> Any:
+    """A sequence of the same class, so that `x.max(0).values` and named tuples keep their names."""
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
 
 
 def join(results: Mapping[int, Any], what: str) -> Any:
@@ -259,7 +263,7 @@ def join(results: Mapping[int, Any], what: str) -> Any:
     if isinstance(first, list | tuple) and not isinstance(first, torch.Size) and _holds_tensor(first):
         if all(isinstance(v, type(first)) and len(v) == len(first) for v in others):
             inner = [join({r: v[i] for r, v in results.items()}, what) for i in range(len(first))]
-            return inner if isinstance(first, list) else tuple(inner)
+            return _sequence_like(first, inner)
     elif isinstance(first, dict) and _holds_tensor(list(first.values())):
         if all(isinstance(v, dict) and v.keys() == first.keys() for v in others):
             return {k: join({r: v[k] for r, v in results.items()}, what) for k in first}

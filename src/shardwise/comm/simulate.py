@@ -12,18 +12,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import Coord, coord_of, forget_groups, members_of, viewpoints
-from shardwise.comm.per_rank import PerRank, at_rank, join, name_of, ranks_in
+from shardwise.comm.per_rank import PerRank, at_rank, handle_collectives, join, name_of, ranks_in
 from shardwise.comm.per_rank_autograd import install_autograd
 from shardwise.comm.plain_collectives import run_plain_collective
 from shardwise.comm.rank_hooks import install_hooks
-from shardwise.comm.simulated_collectives import known_meshes
+from shardwise.comm.simulated_collectives import run_collective
+from shardwise.comm.simulated_groups import known_meshes
+from shardwise.comm.simulated_rank import simulated_ranks
 from shardwise.torch_internals.local_tensor import local_modes, ranks_of_mode
 from shardwise.torch_internals.mesh import restored_mesh_stack
 from shardwise.torch_internals.process_groups import simulated_world
+from shardwise.torch_internals.rank_queries import process_rank
 from shardwise.torch_internals.stance import compiled_functions_run_eagerly
 
 install_autograd()
 install_hooks()
+handle_collectives(run_collective)
 
 __all__ = [
     "at_simulation_end",
@@ -132,6 +136,7 @@ def simulate(world_size: int) -> Iterator[None]:
         _simulated.append(world_size)
         stack.callback(_simulated.pop)
         stack.enter_context(known_meshes())
+        stack.enter_context(simulated_ranks(lambda: _current.rank))
         stack.enter_context(compiled_functions_run_eagerly(_EAGER))
         yield
 
@@ -183,7 +188,7 @@ def per_rank(fn: Callable[..., Any], *values: Any) -> Any:
     if _simulated or local_modes:
         ranks = ranks_in(values) or (range(_simulated[-1]) if _simulated else ranks_of_mode())
         return join({r: _as_rank(r, fn, *_rank_values(values, r)) for r in ranks}, name_of(fn))
-    return fn(dist.get_rank() if dist.is_initialized() else 0, *values)
+    return fn(process_rank() if dist.is_initialized() else 0, *values)
 
 
 def _as_rank(rank: int, fn: Callable[..., Any], *values: Any) -> Any:

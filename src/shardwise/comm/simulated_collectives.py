@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.codec import reduce_all
 from shardwise.comm.joint_node import replace_function
-from shardwise.comm.mesh import groups_along
-from shardwise.comm.per_rank import PerRank, handle_collectives, map_ranks, spread
+from shardwise.comm.per_rank import PerRank, map_ranks, spread
+from shardwise.comm.simulated_groups import groups_like
 from shardwise.torch_internals.collectives import BROADCAST_FUNCTION
-from shardwise.torch_internals.mesh import axis_group_names, watch_new_meshes
-from shardwise.torch_internals.process_groups import reduce_op_name, resolve_group
+from shardwise.torch_internals.process_groups import reduce_op_name
 
-__all__ = ["known_meshes", "run_collective"]
+__all__ = ["run_collective"]
 
 
 def run_collective(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -59,32 +55,6 @@ class _Done:
         return True
 
 
-_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-
-
-@contextmanager
-def known_meshes() -> Iterator[None]:
-    """Know the meshes that are created inside: a group alone does not tell the groups of the other ranks."""
-    with watch_new_meshes(_meshes.add):
-        try:
-            yield
-        finally:
-            _meshes.clear()
-
-
-def _groups(group: Any, blocks: PerRank) -> list[tuple[int, ...]]:
-    """The ranks of a group of rank 0 and, if it belongs to an axis of a mesh, of all groups along that axis."""
-    if group is None:
-        return [tuple(range(dist.get_world_size()))]
-    if isinstance(group, str):
-        group = resolve_group(group)
-    for mesh in _meshes:
-        names = axis_group_names(mesh)
-        if group.group_name in names and len(names) == mesh.ndim:
-            return groups_along(mesh, (names.index(group.group_name),))
-    return [tuple(dist.get_process_group_ranks(group))]
-
-
 def _on_ranks(x: Any) -> PerRank:
     """A tensor with a block for each rank; a plain one is the same on all of them."""
     return x if isinstance(x, PerRank) else spread(x, range(dist.get_world_size()))
@@ -95,7 +65,7 @@ def _per_group(x: Any, group: Any, fn: Callable[[list[Tensor]], list[Tensor]]) -
     x = _on_ranks(x)
     blocks = x.tracked._blocks
     out = dict(blocks)
-    for ranks in _groups(group, x):
+    for ranks in groups_like(group):
         if lack := [r for r in ranks if r not in blocks]:
             raise RuntimeError(
                 f"A collective over ranks {ranks} got a PerRank tensor of ranks {tuple(blocks)}.\n"
@@ -263,7 +233,7 @@ def _c10d_reduce(tensor: Any, dst: Any, op: Any, group: Any, group_dst: Any) -> 
 def _c10d_scatter(tensor: Any, scatter_list: Any, src: Any, group: Any, group_src: Any) -> None:
     at = _index_in_group(src, group, group_src)
     out = dict(_receiver(tensor))
-    for ranks in _groups(group, tensor):
+    for ranks in groups_like(group):
         for i, r in enumerate(ranks):
             part = scatter_list[i]
             out[r] = part._blocks[ranks[at]] if isinstance(part, PerRank) else part
@@ -272,7 +242,7 @@ def _c10d_scatter(tensor: Any, scatter_list: Any, src: Any, group: Any, group_sr
 
 def _c10d_gather(tensor: Any, gather_list: Any, dst: Any, group: Any, group_dst: Any) -> None:
     at = _index_in_group(dst, group, group_dst)
-    for ranks in _groups(group, tensor):
+    for ranks in groups_like(group):
         for i, r in enumerate(ranks):
             _receiver(gather_list[i])[ranks[at]].copy_(_on_ranks(tensor)._blocks[r])
 
@@ -280,12 +250,12 @@ def _c10d_gather(tensor: Any, gather_list: Any, dst: Any, group: Any, group_dst:
 def _c10d_reduce_scatter(output: Any, input_list: Any, op: Any, group: Any) -> None:
     for i, part in enumerate(input_list):
         whole = _all_reduce(part, op, group)
-        for ranks in _groups(group, part):
+        for ranks in groups_like(group):
             _receiver(output)[ranks[i]].copy_(whole._blocks[ranks[i]])
 
 
 def _c10d_all_to_all(outputs: Any, inputs: Any, group: Any) -> None:
-    for ranks in _groups(group, inputs[0]):
+    for ranks in groups_like(group):
         for i, receiver in enumerate(ranks):
             for j, sender in enumerate(ranks):
                 _receiver(outputs[j])[receiver].copy_(_on_ranks(inputs[i])._blocks[sender])
@@ -340,7 +310,6 @@ _RUN: dict[str, Callable[..., Any]] = {
     "reduce_scatter_tensor": _c10d_reduce_scatter_single,
     "scatter": _c10d_scatter,
 }
-handle_collectives(run_collective)
 replace_function(
     BROADCAST_FUNCTION,
     lambda source, group, x: _broadcast(x, _index_in_group(source, group, None), group),

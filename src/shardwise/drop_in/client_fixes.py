@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.api.distribute import distribute_tensor
 from shardwise.comm import PerRank, first_rank
 from shardwise.comm.simulate import is_simulated, per_rank
+from shardwise.drop_in.copied_modules import forward_of_copies
 from shardwise.layout import Shard
 from shardwise.parallel.data.api import fully_shard
 from shardwise.tensor.dtensor import DTensor
@@ -185,7 +186,11 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
         for method in ("merge", "unmerge", "get_delta_weight")
     },
     "transformers.distributed.tensor_parallel": {
-        "ReplicatedWithGradAllReduce.install_forward": _reduce_new_gradients
+        "TensorParallelLayer.install_forward": forward_of_copies,
+        "MoeExpertsParallel.install_forward": forward_of_copies,
+        "ReplicatedWithGradAllReduce.install_forward": lambda install: forward_of_copies(
+            _reduce_new_gradients(install)
+        ),
     },
     "transformers.modeling_utils": {"PreTrainedModel._finalize_model_loading": _parameters_of_ranks},
     "transformers.distributed.mixin": {
@@ -193,6 +198,8 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "transformers.distributed.sharding_utils": {"DtensorShardOperation.shard_tensor": _blocks_of_all_ranks},
     "transformers.distributed.expert_parallel": {
+        "ExpertParallelLayer.install_forward": forward_of_copies,
+        "EpDispatchExpertsParallel.install_forward": forward_of_copies,
         "EpRouterParallel.transform_output_post_forward": _refuse_simulation,
         "EpDispatchExpertsParallel.transform_inputs_pre_forward": _refuse_simulation,
     },

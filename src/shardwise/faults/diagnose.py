@@ -31,6 +31,7 @@ __all__ = [
     "cause",
     "diverged",
     "find_overdue",
+    "gone",
     "list_ranks",
     "lost",
     "raised",
@@ -67,6 +68,19 @@ def behind(world: World, rows: Iterable[Row]) -> list[int]:
     return sorted(found - {world.me.rank})
 
 
+def gone(world: World, rows: Iterable[Row]) -> list[int]:
+    """The ranks of the group of this rank's last collective that died in it: they had begun it, and will not complete it."""
+    entries = world.me.entries()
+    ranks = {r for row in rows if entries and row.key == entries[-1].key for r in row.ranks}
+    return [
+        rank
+        for rank, record in world.records.items()
+        if rank in ranks - {world.me.rank}
+        and record.words[STATE] not in (LEFT, ENDED)
+        and record.process() == "gone"
+    ]
+
+
 def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
     """The fault of one of these ranks, which will not come any more; None if all of them may."""
     for rank in ranks:
@@ -89,12 +103,19 @@ def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
     return None
 
 
-def lost(world: World) -> Fault | None:
-    """The fault of a rank that died, or left the same guard by an error: whatever this rank does, they cannot go on together."""
+def lost(world: World, guarded: bool = False) -> Fault | None:
+    """The fault of a rank that died, or left the same guard by an error: whatever this rank does, they cannot go on together.
+
+    Args:
+        world: the ranks.
+        guarded: of ranks that died, count only those that were in the same guard. Others may have finished.
+    """
     for rank, record in world.records.items():
         words, here = world.records[rank].words, world.me.words
         same_guard = words[GUARDS] == here[GUARDS] and here[STATE] == GUARDED
         if rank == world.me.rank or words[STATE] in (ENDED, LEFT):
+            continue
+        if guarded and not (same_guard and words[STATE] in (GUARDED, RAISED)):
             continue
         error = record.error() if words[ERRORS] and words[ERROR_AT] == words[TOTAL] else ""
         if record.process() == "gone":

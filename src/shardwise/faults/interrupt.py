@@ -9,16 +9,21 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 __all__ = ["Interrupts"]
 
 _SIGNAL = getattr(signal, "SIGURG", None)
+_OPS = str(Path("torch", "_ops.py"))
 
 
 class Interrupts:
     """The handler of the signal, while it is installed.
+
+    It raises nothing while a module is imported, which would leave half of it behind, or an op is looked up, where torch takes any
+    `RuntimeError` for a missing name: whoever sends the signal sends it again if the program goes on.
 
     Args:
         check: called in the main thread when the signal arrives; what it returns, unless None, is raised there.
@@ -50,5 +55,17 @@ class Interrupts:
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if _is_looked_up(frame):
+            return
         if (error := self._check()) is not None:
             raise error
+
+
+def _is_looked_up(frame: FrameType | None) -> bool:
+    """Whether a module or an op is being looked up."""
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith("<frozen importlib") or (name == "__getattr__" and file.endswith(_OPS)):
+            return True
+        frame = frame.f_back
+    return False

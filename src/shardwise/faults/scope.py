@@ -1,13 +1,36 @@
-"""The guards that the program is in."""
+"""The guards that the program is in, and what must not be interrupted inside of them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["guards", "wait_limit"]
+__all__ = ["guards", "is_uninterrupted", "uninterrupted", "wait_limit"]
 
 guards: list[float | None] = []
 """The timeouts of the guards that the program is in, the outermost first."""
+_blocks = [0]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let the block end before the program is told of a fault of another rank, where it neither waits nor communicates."""
+    _blocks[0] += 1
+    try:
+        yield
+    finally:
+        _blocks[0] -= 1
+
+
+def is_uninterrupted() -> bool:
+    """Whether the program is in such a block.
+
+    >>> with uninterrupted():
+    ...     is_uninterrupted()
+    True
+    """
+    return _blocks[0] > 0
 
 
 def wait_limit() -> float:

@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.faults.diagnose import World, broken_connection, cause, diverged
+from shardwise.faults.diagnose import World, behind, broken_connection, cause, diverged, lost
 from shardwise.faults.error import Fault, PeerError
 from shardwise.faults.folder import Folder
 from shardwise.faults.peers import Groups, Records
 from shardwise.faults.raised_errors import RaisedErrors
 from shardwise.faults.record import ENDED, GUARDED, GUARDS, STATE, STUCK, WAIT, OwnRecord, Row
-from shardwise.faults.scope import guards, wait_limit
+from shardwise.faults.scope import guards, is_uninterrupted, wait_limit
 from shardwise.faults.source_line import line_of_stack
 from shardwise.faults.watcher import Watcher
 from shardwise.torch_internals.collectives import Note, monitors, wait_unwatched
@@ -30,6 +30,7 @@ from shardwise.torch_internals.direct_collectives import is_done, take_work
 __all__ = ["Session"]
 
 _SEARCH_SECONDS = 1.2  # for the cause of a connection that broke
+_NEARBY_SECONDS = 0.4  # of it, among the ranks that this one waits for; one that dies closes its connections a moment before it is gone
 _POLL_SECONDS = 0.02
 _BLOCK_SECONDS = 0.5  # in gloo, before it is asked whether a fault is known
 _CONNECTION_BROKE = re.compile(
@@ -212,7 +213,8 @@ class Session:
 
     def must_interrupt(self) -> bool:
         """Whether the program is guarded and has not got an error for the fault."""
-        return self.fault is not None and bool(guards) and not self._told and self.is_current()
+        is_guarded = bool(guards) and not is_uninterrupted()
+        return self.fault is not None and is_guarded and not self._told and self.is_current()
 
     def error_to_raise(self) -> PeerError | None:
         """The error of a program that must be interrupted."""
@@ -225,12 +227,15 @@ class Session:
         is_known = self.fault is not None and self.rank not in self.fault.ranks
         if not is_known and not _CONNECTION_BROKE.search(str(error)):
             return None
-        deadline = time.monotonic() + _SEARCH_SECONDS
+        start = time.monotonic()
         while self.fault is None and (fault := self._folder.fault()) is None:
-            world = self.snapshot()
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            found = cause(world, others, waited=float("inf"))
-            if found is None and time.monotonic() > deadline:
+            world, searched = self.snapshot(), time.monotonic() - start
+            # ranks that this one waits for, or that are lost; a rank that has returned may have nothing to do with it
+            found = cause(world, behind(world, self.rows()), waited=float("inf")) or lost(world)
+            if found is None and searched > _NEARBY_SECONDS:
+                others = [rank for rank in range(self.size) if rank != self.rank]
+                found = cause(world, others, waited=float("inf"))
+            if found is None and searched > _SEARCH_SECONDS:
                 found = broken_connection(world, str(error).partition("\n")[0])
             if found is not None:
                 fault = found

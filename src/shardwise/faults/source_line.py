@@ -15,16 +15,18 @@ __all__ = ["line_of_error", "line_of_stack"]
 _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep + "contextlib",
     "<frozen ",
 )
+_STANDARD = os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep
+_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 _is_ours: dict[str, bool] = {}
 
 
 def _belongs_to_library(file: str) -> bool:
     known = _is_ours.get(file)
     if known is None:
-        known = _is_ours[file] = file.startswith(_OURS)
+        standard = file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
+        known = _is_ours[file] = standard or file.startswith(_OURS)
     return known
 
 

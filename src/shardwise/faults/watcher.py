@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shardwise.faults.diagnose import World, behind, cause, find_overdue, lost, stopped_ranks
+from shardwise.faults.diagnose import World, behind, cause, find_overdue, gone, lost, stopped_ranks
 from shardwise.faults.error import Fault
 from shardwise.faults.program_thread import ProgramThread
 from shardwise.faults.record import STILL, STUCK, WAIT, OwnRecord, Row
@@ -74,7 +74,7 @@ class Watcher:
         self._session, self._interrupt = session, interrupt
         self.program = ProgramThread()
         self._fault_since = 0.0
-        self._interrupted = 0.0
+        self._interrupted = self._looked = 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise_faults", daemon=True)
         self._thread.start()
@@ -111,6 +111,8 @@ class Watcher:
                 self._look_into(waited)
             elif self.program.was_here > _GRACE_SECONDS:
                 self._look_around(self.program.was_here)
+            elif time.monotonic() - self._looked > _STILL_SECONDS:
+                self._look_at_processes()
             self._tell_that_it_stands_still(still if not waited else 0.0)
 
     def _waited(self) -> float:
@@ -141,13 +143,14 @@ class Watcher:
         session = self._session
         world = session.snapshot()
         if session.record.words[WAIT]:
-            late = behind(world, session.rows())
+            rows = list(session.rows())
+            late = sorted({*behind(world, rows), *gone(world, rows)})
         else:
             waiting = [rank for rank, record in world.records.items() if record.waits()]
             late = [rank for rank in range(session.size) if rank != session.rank and rank not in waiting]
         found = cause(world, late, waited)
-        if found is None and session.is_patient:  # a rank that has begun may be lost, too
-            found = lost(world)
+        if found is None:  # a rank that has begun may be lost, too
+            found = lost(world, guarded=not session.is_patient)
         # others may write or read for long in a checkpoint that they have begun, unless they are stopped
         is_overdue = late or stopped_ranks(world) or not session.is_patient
         if found is None and waited > session.timeout and is_overdue:
@@ -164,6 +167,12 @@ class Watcher:
             found = find_overdue(world, stopped, waited, session.timeout)
         if found is not None:
             session.publish(found)
+
+    def _look_at_processes(self) -> None:
+        """Look for a rank that died inside of the guard in which this one computes."""
+        self._looked = time.monotonic()
+        if (found := lost(self._session.snapshot(), guarded=True)) is not None:
+            self._session.publish(found)
 
     def _end_waits(self) -> None:
         """Tell the program of the fault where it does not notice that connections are broken."""

@@ -11,7 +11,7 @@ from shardwise.layout.errors import LayoutError
 __all__ = ["Axes"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Axes:
     """The names and sizes of a mesh's axes; without names, an axis is named by its index.
 

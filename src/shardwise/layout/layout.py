@@ -188,11 +188,16 @@ def _normalize(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placemen
     is_strided = False
     for a, p in enumerate(placements):
         if not isinstance(p, Shard | Replicate | Partial | StridedShard):
+            given: object = p
             raise TypeError(
                 f"Axis {axes.names[a]} has {p!r} of {type(p).__module__} as its placement.\n"
                 "  why: A placement is Shard(dim), Replicate() or Partial(op) of shardwise.\n"
                 "  fix: "
-                + (f"Write {p.__name__}(…)." if isinstance(p, type) else "Import them from shardwise.")
+                + (
+                    f"Write {given.__name__}(…)."
+                    if isinstance(given, type)
+                    else "Import them from shardwise."
+                )
             )
         if isinstance(p, Shard | StridedShard):
             if not -len(shape) <= p.dim < len(shape):

@@ -15,7 +15,7 @@ REDUCE_OPS: Final = ("sum", "avg", "max", "min", "product")
 class Placement:
     """How one mesh axis holds a tensor: `Shard`, `Replicate` or `Partial`."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)  # torch.compile keeps the values of a graph by weak reference
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether the axis splits the tensor (along `dim`, if given)."""

@@ -7,24 +7,34 @@ what is pending, but each reader would reduce it anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.call.moved_view import move_in_place
+from shardwise.layout import Layout
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.gradient_methods import (
+    forget_readers,
+    gradient_of,
+    is_known_gradient,
+    set_gradient,
+    unknown_gradients,
+)
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.patches import PythonPatch
 
 __all__ = [
     "gradient_patches",
     "is_watched",
-    "keep_memory",
     "settle_before_steps",
     "settle_gradients",
+    "wait_in_layout",
     "watch",
 ]
 
@@ -43,11 +53,23 @@ def settle_gradients(params: Iterable[Any]) -> None:
     allowed = current_settings().implicit == "allow"
     waiting = {id(p): p for p in params if _is_unsettled(p) and (allowed or is_watched(p))}
     for some in _buckets(list(waiting.values())):
-        grads = [p.grad for p in some]
+        grads: list[Any] = [gradient_of(p) for p in some]
         with torch.no_grad():
             found = redistribute_many(grads, [p.sharding for p in some])
-            for p, grad in zip(some, found, strict=True):
-                p.grad = _in_kept_memory(p, grad)
+            for p, pending, grad in zip(some, grads, found, strict=True):
+                _replace(p, pending, grad)
+
+
+def _replace(p: Tensor, pending: DTensor, grad: DTensor) -> None:
+    """Let a settled gradient take the place of a pending one, also for those who have that or views of it."""
+    owner, kept = p.__dict__.pop(_KEPT, (None, None))
+    if owner == id(p) and isinstance(kept, DTensor) and kept._spec is grad._spec:
+        kept.copy_(grad)
+        pending._adopt(kept)
+    elif is_known_gradient(pending):
+        move_in_place(pending, grad)
+    else:
+        set_gradient(p, grad)
 
 
 def watch(p: Tensor) -> None:
@@ -64,7 +86,7 @@ def is_watched(p: Tensor) -> bool:
 def _is_unsettled(p: Any) -> bool:
     if not isinstance(p, DTensor):
         return False
-    grad = p.grad
+    grad = gradient_of(p)
     return (
         isinstance(grad, DTensor)
         and grad.sharding is not p.sharding
@@ -81,7 +103,8 @@ def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     size = _MOST
     for p in params:
         # the whole tensor's bytes, so that ranks with blocks of other sizes decide alike
-        nbytes = p.grad.numel() * p.grad.dtype.itemsize
+        grad: Any = gradient_of(p)
+        nbytes = grad.numel() * grad.dtype.itemsize
         if size + nbytes > _MOST:
             out.append([])
             size = 0
@@ -90,40 +113,74 @@ def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     return out
 
 
-def keep_memory(p: Tensor, grad: Tensor) -> None:
-    """Let the next settled gradient of a parameter be in the memory of this one, which the program may know."""
+def wait_in_layout(p: Tensor, grad: DTensor, layout: Layout) -> None:
+    """Let a settled gradient be one in another layout for a while, to which others are added, and then be settled in its memory.
+
+    It stays the same object. Views of it have what is added only when it is settled.
+    """
+    memory = DTensor(grad._local_tensor, grad._spec) if grad._source is None else grad._same_view()  # type: ignore[attr-defined]
     # the id, because a copy of the parameter has its attributes
-    setattr(p, _KEPT, (id(p), grad))
-
-
-def _in_kept_memory(p: Tensor, grad: DTensor) -> Tensor:
-    owner, kept = p.__dict__.pop(_KEPT, (None, None))
-    if owner != id(p) or not isinstance(kept, DTensor) or kept._spec is not grad._spec:
-        return grad
-    return kept.copy_(grad)
+    setattr(p, _KEPT, (id(p), memory))
+    grad._adopt(grad.redistribute(placements=layout.placements))
 
 
 def settle_before_steps() -> None:
     """Settle gradients before each step of an optimizer."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+_unknown: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        settle_gradients(p for group in optimizer.param_groups for p in group["params"])
+        params = _params_of(optimizer)
+        settle_gradients(params)
+        _unknown[optimizer] = unknown_gradients(params)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        forget_readers(_unknown.pop(optimizer, ()))
+
+
+def _params_of(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
 
 
 def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(parameters, Tensor):
         parameters = list(parameters)
-    if not torch.compiler.is_compiling():
-        settle_gradients([parameters] if isinstance(parameters, Tensor) else parameters)
-    return original(parameters, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return original(parameters, *args, **kwargs)
+    params = [
+        p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if isinstance(p, DTensor)
+    ]
+    settle_gradients(params)
+    return _reading(params, lambda: original(parameters, *args, **kwargs))
 
 
 def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
-    _before_step(optimizer, (), {})
-    return original(scaler, optimizer)
+    params = _params_of(optimizer)
+    settle_gradients(params)
+    return _reading(params, lambda: original(scaler, optimizer))
+
+
+def _zero(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return original(owner, *args, **kwargs)
+    params = owner.parameters() if isinstance(owner, torch.nn.Module) else _params_of(owner)
+    return _reading([p for p in params if isinstance(p, DTensor)], lambda: original(owner, *args, **kwargs))
+
+
+def _reading(params: Sequence[Any], run: Callable[[], Any]) -> Any:
+    """Run a function of torch that reads gradients of parameters, and keeps none of them."""
+    unknown = unknown_gradients(params)
+    try:
+        return run()
+    finally:
+        forget_readers(unknown)
 
 
 def gradient_patches() -> list[PythonPatch]:
@@ -134,4 +191,8 @@ def gradient_patches() -> list[PythonPatch]:
     return [
         *(PythonPatch(target, _clip, reason) for target in clips),
         PythonPatch((torch.amp.GradScaler, "unscale_"), _unscale, reason),
+        *(
+            PythonPatch((owner, "zero_grad"), _zero, "the program does not get the gradients that it reads")
+            for owner in (torch.optim.Optimizer, torch.nn.Module)
+        ),
     ]

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from shardwise.layout import Layout, largest_block
 from shardwise.layout.sizes import cached, same_sizes
-from shardwise.ops.pending_gradients import is_watched, keep_memory, watch
+from shardwise.ops.pending_gradients import is_watched, wait_in_layout, watch
 from shardwise.parallel.plain import to_plain
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.gradient_methods import gradient_of
 from shardwise.torch_internals.autograd import accumulating_leaf, has_accumulation_hooks, restore_hooks
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
 
@@ -72,7 +73,7 @@ def _may_wait(grad: DTensor, target: Layout) -> bool:
     p = accumulating_leaf()
     if p is None or has_accumulation_hooks(p):  # someone reads the gradient at once
         return False
-    before, here = p.grad, grad.sharding
+    before, here = gradient_of(p), grad.sharding
     if not _is_worth_waiting(here, target):
         return False
     if before is None:
@@ -86,8 +87,7 @@ def _may_wait(grad: DTensor, target: Layout) -> bool:
     if before.sharding is not target or not pending or nbytes >= _LARGE:
         return False
     # pending as well, so that the gradients are added without communication
-    keep_memory(p, before)
-    p.grad = before.redistribute(placements=here.placements)
+    wait_in_layout(p, before, here)
     return True
 
 

@@ -20,6 +20,7 @@ from shardwise.comm.simulate import forget_world
 from shardwise.faults import PeerError, guard
 from shardwise.recovery.errors import ElasticError
 from shardwise.recovery.rendezvous import Rendezvous
+from shardwise.recovery.restarted import RestartedRun, run_folder
 from shardwise.recovery.run import ElasticRun
 from shardwise.recovery.transfer import agree_on
 from shardwise.torch_internals.connections import (
@@ -85,7 +86,9 @@ def elastic(
         LaunchError: `train` raised on a rank, or all ranks are gone. In processes that were there already, the error itself.
         ElasticError: fewer than `min_ranks` are left, or the arguments are wrong.
 
-    A launcher that ends all processes when one dies, as the agent of torchrun does, leaves nobody to go on.
+    The agent of torchrun ends all processes when one dies, and starts new ones as often as `--max-restarts` says. Under torchrun,
+    therefore, `run.commit` keeps the state in memory of the machine (/dev/shm), which outlives the processes, or in `folder`, which must
+    be given if the ranks are on several machines; the new processes go on from there. `min_ranks` and `copies` have no effect then.
     """
     if is_simulated() or not 1 <= min_ranks <= nprocs or not timeout > 0 or copies not in (1, 2):
         raise ElasticError(
@@ -115,6 +118,8 @@ def _run_here(
                 why="The processes are there already, so none are started.",
                 fix=f"elastic(train, {dist.get_world_size()})",
             )
+        if dist.is_torchelastic_launched():
+            return _run_restarted(train, args, options)
         me = dist.get_rank()
         members, value = _run_member(train, args, options)
         out: list[T | None] = [None] * nprocs
@@ -129,6 +134,17 @@ def _run_here(
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _run_restarted(train: Callable[..., T], args: tuple[object, ...], options: _Options) -> list[T | None]:
+    """`elastic` in a process that the agent of torchrun has started, perhaps after another one died."""
+    run = RestartedRun(run_folder(options.folder))
+    with guard():
+        value = train(run, *args)
+        values: list[T | None] = [None] * len(run.members)
+        dist.all_gather_object(values, value)
+    run.finish()
+    return values
 
 
 def _run_member(

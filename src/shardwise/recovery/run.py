@@ -14,7 +14,7 @@ from shardwise.checkpoint.random_state import set_random_position
 from shardwise.checkpoint.restore import plan_restore
 from shardwise.checkpoint.save_plan import stored_of
 from shardwise.checkpoint.state_digest import state_digest
-from shardwise.faults import PeerError
+from shardwise.faults import PeerError, uninterrupted
 from shardwise.recovery.errors import ElasticError, StateLostError
 from shardwise.recovery.snapshot import Snapshot, describe
 from shardwise.recovery.transfer import PeerReader, agree_on, exchange, fill
@@ -74,8 +74,9 @@ class ElasticRun:
                 why="Every rank computes who holds what from the state, which must be the same on all ranks.",
                 fix="Commit after the same steps on all ranks; values that differ as a DTensor that is split over the ranks.",
             )
-        found.copy_blocks(tensors, self._kept)
-        self._kept, self._arrived = found, None
+        with uninterrupted():  # what was kept before is overwritten
+            found.copy_blocks(tensors, self._kept)
+            self._kept, self._arrived = found, None
 
     def _send_to_partner(self, found: Snapshot, tensors: Mapping[str, Tensor]) -> None:
         """Send blocks that no other rank holds to the rank that keeps a copy, and return when all ranks have theirs."""

@@ -14,6 +14,7 @@ from shardwise.comm import PerRank, axes_of
 from shardwise.layout import Layout, Placement, Spec, SpecPattern, pattern_of
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.copy_methods import CopyMethods
+from shardwise.tensor.gradient_methods import GradientMethods
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
 from shardwise.tensor.shape_methods import REPLACED, ShapeMethods, may_leave_views
@@ -71,7 +72,7 @@ def _is_simple(index: Any) -> bool:
     return _SIMPLE_INDICES.issuperset(map(type, index)) if kind is tuple else kind in _SIMPLE_INDICES
 
 
-class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, torch.Tensor):
+class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, GradientMethods, torch.Tensor):
     """A tensor whose blocks are distributed over a mesh of devices, according to its layout.
 
     >>> import shardwise as sw

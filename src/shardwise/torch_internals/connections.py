@@ -16,6 +16,7 @@ __all__ = [
     "break_connections",
     "break_store_connection",
     "init_from_environment",
+    "launch_token",
     "reset_collective_timeout",
     "settle_threads",
     "world_store",
@@ -52,6 +53,19 @@ def init_from_environment(backend: str, timeout: timedelta | None = None) -> Non
 def _restarts() -> int:
     """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def launch_token(own: str) -> str | None:
+    """A text that all ranks of one start of torchrun share, also after it has restarted them: the `own` of the first that asked.
+
+    It is in the store of torchrun's agent; None if the ranks have a store of their own, which ends with them.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(store.compare_set("shardwise/launch", "", own).decode())
 
 
 def reset_collective_timeout() -> None:

@@ -13,6 +13,7 @@ from torch._library.opaque_object import is_opaque_type, register_opaque_type
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.torch_internals.mesh import sibling_ranks
+from shardwise.torch_internals.rank_queries import process_coordinate
 
 __all__ = [
     "describe_by",
@@ -49,7 +50,7 @@ def name_mesh(mesh: DeviceMesh) -> str:
 
     It has the place of this rank: programs differ between ranks, and ranks share the caches of compiled code on disk.
     """
-    shape, at = tuple(mesh.shape), mesh.get_coordinate()
+    shape, at = tuple(mesh.shape), process_coordinate(mesh)
     name = f"mesh({mesh.device_type}, {mesh.mesh_dim_names}, {shape}, {sibling_ranks(mesh)}, at {at})"
     _meshes[name] = mesh
     return name

@@ -14,8 +14,9 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+
+from shardwise.torch_internals.rank_queries import process_rank
 
 __all__ = ["STATE_DICT_MODULES", "OurTensors", "know_both_classes"]
 
@@ -102,7 +103,7 @@ def _gather(module: ModuleType, ours: OurTensors) -> Callable[..., Any]:
     def gather(
         state_dict: Any, *, pg: Any = None, cpu_offload: bool = False, ranks_only: Any = (), **kwargs: Any
     ) -> Any:
-        is_wanted = not ranks_only or dist.get_rank(pg) in ranks_only
+        is_wanted = not ranks_only or process_rank(pg) in ranks_only
 
         def whole(x: Any) -> Any:
             mesh = x.device_mesh
