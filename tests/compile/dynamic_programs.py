@@ -279,3 +279,24 @@ def in_place(mesh):
         return y.relu_()
 
     return fn, lambda n: (tensor(mesh, n, 6, at=S1),)
+
+
+@unsplit
+def flattened_with_inner_split(mesh):
+    return lambda x: (x.flatten(0, 1) * 2).view(x.shape), lambda n: (tensor(mesh, n, 4, 6, at=S1),)
+
+
+@split
+def groups_of_rows(mesh):
+    return lambda x: x.unflatten(0, (-1, 2)).sum(1), lambda n: (tensor(mesh, 4 * n, 6),)
+
+
+@split
+def expanded_rows(mesh):
+    return lambda x: x[:, None].expand(-1, 3, -1).reshape(-1, 6) + 1, lambda n: (tensor(mesh, 2 * n, 6),)
+
+
+@unsplit
+def classes(mesh):
+    w = tensor(mesh, 10, 4)
+    return lambda i, w: functional.one_hot(i, 10).float() @ w, lambda n: (numbers(mesh, 10, n), w)

@@ -24,7 +24,7 @@ from shardwise.layout import Spec
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 PROGRAMS = UNSPLIT | SPLIT
 QUICK = """linear block_of_varying_batch split_vocabulary norms_over_split_dim reads_layouts factories linear_rows
-redistribute_rows sequence_parallel dropout""".split()
+redistribute_rows sequence_parallel dropout flattened_with_inner_split groups_of_rows expanded_rows classes""".split()
 SIZES = (3, 5, 4, 8, 6)
 pytestmark = pytest.mark.processes
 

@@ -85,7 +85,10 @@ def _var_mean(
     count = math.prod(x.shape[d] for d in dims)
     mean = reduce_pending(aten.var_mean.correction, x.mean(dims, keepdim=True))
     centered = x - mean
-    divisor = max(count - (1 if correction is None else correction), 0)
+    lost = 1 if correction is None else correction
+    divisor = max(
+        count - (int(lost) if lost == int(lost) else lost), 0
+    )  # whole, as a symbolic size is to stay one
     var = (centered * centered).sum(dims, keepdim=True) / divisor
     return (var, mean) if keepdim else (var.squeeze(dims), mean.squeeze(dims))
 

@@ -227,7 +227,7 @@ def _dim_of(size: int, d: int, axes: Axes, placements: Sequence[Placement]) -> D
 
 
 def _factor_sizes(size: int, d: int, axes: Axes, shards: Sequence[tuple[int, Shard]]) -> tuple[int, ...]:
-    options = {p.factors for _, p in shards if p.factors}
+    options = {as_sizes(p.factors) for _, p in shards if p.factors}
     if not options:
         return (size,)
     (sizes,) = options if len(options) == 1 else ((),)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import MaskPartial, Placement, Shard, StridedShard
-from shardwise.layout.sizes import cached
+from shardwise.layout.sizes import are_symbolic, cached
 
 __all__ = ["UnitPlacements", "shown_placements", "spelled", "unit_placements", "without_pending"]
 
@@ -90,7 +90,10 @@ def shown_placements(layout: Layout) -> tuple[Placement, ...]:
     for d, dim in enumerate(layout.dims):
         if len(dim) == 1:
             continue
-        for a, parts in _parts_before(layout, d).items():
+        before = _parts_before(layout, d)
+        if are_symbolic(before.values()):
+            return layout.placements
+        for a, parts in before.items():
             out[a] = StridedShard(d, split_factor=parts) if parts > 1 else Shard(d)
         if not _is_same(layout, tuple(enumerate(out))):
             return layout.placements
