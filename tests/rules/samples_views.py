@@ -118,6 +118,15 @@ def _norms(*, dtype: bool) -> list[Call]:
 _COMPLEX = (_C, torch.complex64)
 
 WRITTEN: dict[str, Callable[[], list[Call]]] = {
+    "aten.view.dtype": lambda: [
+        call(x(5, 4), torch.int64),
+        call(x(5, 4, 2, dtype=torch.float32), torch.float64),
+        call(x(3, 4), torch.int16),
+        call(x(6, dtype=_C), torch.float64),
+        call(x(4, 3, dtype=_BOOL), torch.uint8),
+        call(x(dtype=torch.float32), torch.int32),
+        call(x(0, 4), torch.float32),
+    ],
     **{f"aten.{name}.default": _likes for name in ("zeros_like", "ones_like", "empty_like")},
     "aten.full_like.default": lambda: _likes(1),
     **{f"aten.{name}.default": _new for name in ("new_zeros", "new_ones", "new_empty")},

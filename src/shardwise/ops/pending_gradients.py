@@ -7,25 +7,18 @@ what is pending, but each reader would reduce it anew.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.call.moved_view import move_in_place
 from shardwise.layout import Layout
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.gradient_methods import (
-    forget_readers,
-    gradient_of,
-    is_known_gradient,
-    set_gradient,
-    unknown_gradients,
-)
+from shardwise.tensor.gradient_methods import gradient_of, is_known_gradient, set_gradient
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.torch_internals.patches import PythonPatch
 
@@ -100,12 +93,12 @@ def _is_unsettled(p: Any) -> bool:
 def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     """Parameters in their order, in parts whose gradients have so many bytes together."""
     out: list[list[Any]] = []
-    size = _MOST
+    size = 0
     for p in params:
         # the whole tensor's bytes, so that ranks with blocks of other sizes decide alike
         grad: Any = gradient_of(p)
         nbytes = grad.numel() * grad.dtype.itemsize
-        if size + nbytes > _MOST:
+        if not out or size + nbytes > _MOST:
             out.append([])
             size = 0
         out[-1].append(p)
@@ -127,60 +120,24 @@ def wait_in_layout(p: Tensor, grad: DTensor, layout: Layout) -> None:
 def settle_before_steps() -> None:
     """Settle gradients before each step of an optimizer."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
-_unknown: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        params = _params_of(optimizer)
-        settle_gradients(params)
-        _unknown[optimizer] = unknown_gradients(params)
-
-
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        forget_readers(_unknown.pop(optimizer, ()))
-
-
-def _params_of(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        settle_gradients(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(parameters, Tensor):
         parameters = list(parameters)
-    if torch.compiler.is_compiling():
-        return original(parameters, *args, **kwargs)
-    params = [
-        p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if isinstance(p, DTensor)
-    ]
-    settle_gradients(params)
-    return _reading(params, lambda: original(parameters, *args, **kwargs))
+    if not torch.compiler.is_compiling():
+        settle_gradients([parameters] if isinstance(parameters, Tensor) else parameters)
+    return original(parameters, *args, **kwargs)
 
 
 def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
-    params = _params_of(optimizer)
-    settle_gradients(params)
-    return _reading(params, lambda: original(scaler, optimizer))
-
-
-def _zero(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return original(owner, *args, **kwargs)
-    params = owner.parameters() if isinstance(owner, torch.nn.Module) else _params_of(owner)
-    return _reading([p for p in params if isinstance(p, DTensor)], lambda: original(owner, *args, **kwargs))
-
-
-def _reading(params: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """Run a function of torch that reads gradients of parameters, and keeps none of them."""
-    unknown = unknown_gradients(params)
-    try:
-        return run()
-    finally:
-        forget_readers(unknown)
+    _before_step(optimizer, (), {})
+    return original(scaler, optimizer)
 
 
 def gradient_patches() -> list[PythonPatch]:
@@ -191,8 +148,4 @@ def gradient_patches() -> list[PythonPatch]:
     return [
         *(PythonPatch(target, _clip, reason) for target in clips),
         PythonPatch((torch.amp.GradScaler, "unscale_"), _unscale, reason),
-        *(
-            PythonPatch((owner, "zero_grad"), _zero, "the program does not get the gradients that it reads")
-            for owner in (torch.optim.Optimizer, torch.nn.Module)
-        ),
     ]

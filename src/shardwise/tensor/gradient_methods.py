@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GradientMethods",
-    "forget_readers",
-    "gradient_of",
-    "is_known_gradient",
-    "set_gradient",
-    "unknown_gradients",
-]
+__all__ = ["GradientMethods", "gradient_of", "is_known_gradient", "set_gradient"]
 
 _KNOWN = "_shardwise_known"
 _grad: Any = torch.Tensor.grad
@@ -34,18 +26,6 @@ def set_gradient(x: Tensor, grad: Tensor | None) -> None:
 def is_known_gradient(grad: Tensor) -> bool:
     """Whether the program has read this gradient, or has set it."""
     return _KNOWN in grad.__dict__
-
-
-def unknown_gradients(params: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients of parameters that the program does not have."""
-    grads = [gradient_of(p) for p in params]
-    return [g for g in grads if g is not None and not is_known_gradient(g)]
-
-
-def forget_readers(grads: Iterable[Tensor]) -> None:
-    """Take the program not to have some gradients, which only functions of torch have read."""
-    for grad in grads:
-        grad.__dict__.pop(_KNOWN, None)
 
 
 class GradientMethods:

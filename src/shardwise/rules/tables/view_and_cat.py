@@ -91,6 +91,13 @@ def narrow_row(text: str) -> Row:
     return view_row(text, _fix_dim)
 
 
+def _other_dtype(call: Call) -> Rule:
+    letters = dim_letters(len(call.shapes[0]))
+    if call.shapes[0] != call.outputs[0]:  # elements of another size
+        letters = (*letters[:-1], None)
+    return Rule((letters,), (letters,))
+
+
 def _cat(call: Call) -> Rule | None:
     ndim = len(call.outputs[0])
     after = dim_letters(ndim, int(call.args.get("dim") or 0) % max(ndim, 1))
@@ -120,5 +127,7 @@ ROWS: dict[str, Row] = {
     "aten.view_as_complex.default": view_row(
         "… ! -> …", lambda call, letters: [letters[:-1]], sums_only=True
     ),
+    # bits are not numbers: no reduction passes
+    "aten.view.dtype": Row("… -> …; the last dim unsplit if its size changes", _other_dtype),
     "aten.cat.default": Row("[… !d …] -> … !d …; linear in all jointly", _cat),
 }
