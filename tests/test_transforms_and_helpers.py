@@ -155,6 +155,16 @@ def test_one_hot(mesh, placements):
                     functional.one_hot(spread(bad, mesh, placements), classes)
 
 
+@pytest.mark.parametrize("placements", ["0", "1", "R"])
+def test_one_hot_of_mapped_tensors(mesh, placements):
+    index = torch.tensor([[0, 3, 1], [2, 1, 1]])
+    ours = spread(index, mesh, placements)
+    same(vmap(lambda t: functional.one_hot(t, 4))(ours), functional.one_hot(index, 4))
+    same(vmap(vmap(lambda t: functional.one_hot(t, 5)), 1)(ours), functional.one_hot(index.t(), 5))
+    with pytest.raises(RuntimeError, match="explicit positive num_classes"):
+        vmap(functional.one_hot)(ours)
+
+
 @pytest.mark.parametrize("placements", ["0", "1"])
 def test_as_strided_with_the_own_strides_moves_nothing(mesh, placements):
     x = randn(6, 4)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -104,6 +105,22 @@ def resident():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def save_last(path, rank_without_room):
+    x = sw.ones(8, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    if dist.get_rank() == rank_without_room:
+        os.fsync = lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    checkpoint.async_save({"x": x}, path)
+
+
+@pytest.mark.processes
+def test_launch_waits_for_the_last_write_and_raises_what_it_raised(tmp_path):
+    with pytest.raises(sw.LaunchError, match=r"\[rank 1\] The checkpoint .* was not written: No space left"):
+        sw.launch(save_last, 2, tmp_path / "none", 1)
+    assert list(tmp_path.iterdir()) == []
+    sw.launch(save_last, 2, tmp_path / "there", None)
+    assert checkpoint.load(tmp_path / "there")["x"].tolist() == [1.0] * 8
+
+
 def test_a_hundred_saves_leave_no_memory_behind(tmp_path):
     x = torch.ones(1 << 19)  # 2 MB
     memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path

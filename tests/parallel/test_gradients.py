@@ -209,6 +209,16 @@ def test_who_has_a_pending_gradient_or_a_view_of_it_sees_what_becomes_of_it(plac
             torch.testing.assert_close(_full(got), want)
 
 
+def test_a_step_on_parameters_without_elements():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        w = sw.distribute_tensor(torch.ones(3, 0), mesh, [sw.Partial()]).requires_grad_()
+        w.square().sum().backward()
+        assert w.grad.sharding is not w.sharding
+        torch.optim.RMSprop([w]).step()
+        assert w.grad.sharding is w.sharding
+
+
 @pytest.mark.parametrize("look", [False, True])
 def test_gradients_that_the_program_has_are_moved_together_too(look):
     with sw.simulate(2):

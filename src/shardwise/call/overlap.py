@@ -19,6 +19,7 @@ from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank
 from shardwise.layout import LayoutError, is_dense
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.subclass import view_base
 
 __all__ = [
     "FILLS",
@@ -41,6 +42,23 @@ FORBIDS_ALIAS = frozenset(
     ).split()
 )
 """In-place ops that refuse an operand that is the tensor itself; elementwise ops refuse only one that is shifted."""
+
+_OUT_FORBIDS_ALIAS = frozenset(
+    "aten::" + name for name in "index_select gather cat stack take masked_select linalg_cross".split()
+)
+"""Ops whose out variants refuse a target that shares memory with an operand."""
+
+_OUT_FORBIDS_SHIFTED = frozenset(
+    "aten::" + name
+    for name in (
+        "cumsum cumprod logcumsumexp index_copy index_add index_reduce scatter scatter_add scatter_reduce sort renorm where "
+        "normal bernoulli addmm addmv addbmm baddbmm addr floor_divide softplus softshrink hardshrink gelu"
+    ).split()
+)
+"""Ops whose out variants refuse a target that shares some elements with an operand, as elementwise ops do."""
+
+_COMPUTES_FIRST = frozenset({"aten::mvlgamma"})
+"""Elementwise ops that torch computes into memory of their own before they write."""
 
 _TAKES_NUMBER = frozenset({"aten::fill_", "aten::masked_fill_", "aten::index_fill_"})
 """Ops that read their zero-dimensional operand before they write."""
@@ -117,8 +135,11 @@ def repeated_error(func: Any) -> Exception:
 def check_overlap(call: OpCall) -> None:
     """Raise if an op writes to memory that another operand has, too, where one device raises."""
     name = call.info.qualified_name
-    forbids_alias = name in FORBIDS_ALIAS
-    if not forbids_alias and torch.Tag.pointwise not in call.info.tags and name != "aten::copy_":
+    is_out = bool(call.info.out_names)
+    forbids_alias = name in FORBIDS_ALIAS or (is_out and name in _OUT_FORBIDS_ALIAS)
+    is_pointwise = torch.Tag.pointwise in call.info.tags and name not in _COMPUTES_FIRST
+    forbids_shifted = is_pointwise or (is_out and name in _OUT_FORBIDS_SHIFTED)
+    if not forbids_alias and not forbids_shifted and name != "aten::copy_":
         return  # its kernel allows it
     for target in call.written:
         for other in call.tensors:
@@ -172,7 +193,13 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
         return
     if not (_is_dense(target) and _is_dense(other)) or 0 in (*target.shape, *other.shape):
         return  # torch does not find out whether they overlap
-    if _is_same_memory(*roots):
+    bases = _base(target), _base(other)
+    if bases[0] is bases[1] or bases[0]._local_tensor is bases[1]._local_tensor:
+        # known alike on all ranks, also on those with empty blocks
+        first_bytes, last_bytes = sorted((_extent(target), _extent(other)))
+        overlap = last_bytes[0] < first_bytes[1]
+        same = _place(target) == _place(other) and target.dtype is other.dtype
+    elif _is_same_memory(*roots):
         a, b = _on_meta(roots[0], target), _on_meta(roots[1], other)
         first, last = sorted((a, b), key=Tensor.storage_offset)
         overlap = last.storage_offset() < first.storage_offset() + first.numel()
@@ -186,6 +213,17 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
         same = False
     if overlap and (forbids_alias or not same):
         raise _error(call, target)
+
+
+def _base(x: DTensor) -> DTensor:
+    base = view_base(x)
+    return base if isinstance(base, DTensor) else x
+
+
+def _extent(x: DTensor) -> tuple[int, int]:
+    """The bytes of its base that a dense tensor occupies."""
+    start = x.storage_offset() * x.dtype.itemsize
+    return start, start + x.numel() * x.dtype.itemsize
 
 
 def are_same_elements(a: Tensor, b: Any) -> bool:

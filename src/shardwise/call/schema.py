@@ -101,8 +101,9 @@ class OpInfo:
         return named
 
     def one_at_a_time(self, args: tuple[Any, ...]) -> list[list[Any]]:
-        """The arguments of an op over lists for one element after the other; none for other ops and single elements."""
-        if not self.arguments[0].type.startswith("List") or len(args[0]) < 2:
+        """The arguments of an op that writes to a list, for one element after the other; none for other ops and single elements."""
+        first = self.arguments[0]
+        if not first.type.startswith("List") or not first.writes or len(args[0]) < 2:
             return []
         lists = [
             isinstance(a, list | tuple) or arg.name == "scalars"

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.call.arguments import tensors_in
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import decomposition_of
+from shardwise.torch_internals.subclass import bump_versions
 
 __all__ = ["program_for", "writing_variant"]
 
@@ -46,13 +48,18 @@ def writing_variant(func: Any, functional: Callable[..., Any]) -> Callable[..., 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         named = dict(zip((a.name for a in info.arguments), args, strict=False)) | kwargs
-        into: list[Tensor] = [named[name] for name in targets]
+        given = [named[name] for name in targets]
+        into: list[Tensor] = tensors_in(given)
+        if any(isinstance(t, list | tuple) for t in given):
+            bump_versions(into)  # autograd does it for single tensors
         results = functional(*args, **{k: v for k, v in kwargs.items() if k not in info.out_names})
         for t, r in zip(into, [results] if isinstance(results, Tensor) else list(results), strict=True):
             target = t if t.shape == r.shape else _resized(t, r.shape)
             if info.qualified_name in _FILLS:
                 target, r = _once(target, r)
             target.copy_(r)
+        if not info.returns:
+            return None
         return into[0] if len(into) == 1 else tuple(into)
 
     return run

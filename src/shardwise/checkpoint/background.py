@@ -9,6 +9,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from shardwise.faults.scope import finishers
+
 __all__ = ["SaveHandle", "abandon_pending", "finish_pending", "start"]
 
 
@@ -84,4 +86,5 @@ def _fail_at_exit() -> None:
         os._exit(1)
 
 
+finishers.append(finish_pending)  # `launch` returns when the checkpoint is there, or raises
 atexit.register(_fail_at_exit)

@@ -56,7 +56,10 @@ class DivergenceError(RuntimeError):
     Attributes:
         kind: "order", "values", "plain", "claim", "gradient", "random" or "layout".
         ranks: the first rank, and those that differ from it.
+        is_alike: all ranks raise it, so that `guard` need not tell them soon.
     """
+
+    is_alike = True
 
     def __init__(self, kind: str, ranks: tuple[int, ...], text: str) -> None:
         super().__init__(text)

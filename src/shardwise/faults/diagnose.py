@@ -29,6 +29,7 @@ __all__ = [
     "behind",
     "broken_connection",
     "cause",
+    "died",
     "diverged",
     "find_overdue",
     "gone",
@@ -88,8 +89,7 @@ def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
         if record is None:
             continue
         words, state = record.words, record.words[STATE]
-        here = world.me.words
-        same_guard = words[GUARDS] == here[GUARDS] and here[STATE] == GUARDED
+        same_guard = _in_same_guard(world, record)
         error = record.error() if words[ERRORS] and words[ERROR_AT] == words[TOTAL] else ""
         if state == ENDED or (same_guard and state == RAISED):
             return raised(world, rank, error) if error else _ended(world, rank, "left the process group")
@@ -103,26 +103,32 @@ def cause(world: World, ranks: Sequence[int], waited: float) -> Fault | None:
     return None
 
 
-def lost(world: World, guarded: bool = False) -> Fault | None:
-    """The fault of a rank that died, or left the same guard by an error: whatever this rank does, they cannot go on together.
-
-    Args:
-        world: the ranks.
-        guarded: of ranks that died, count only those that were in the same guard. Others may have finished.
-    """
+def lost(world: World) -> Fault | None:
+    """The fault of a rank that died, or left the same guard by an error: whatever this rank does, they cannot go on together."""
     for rank, record in world.records.items():
-        words, here = world.records[rank].words, world.me.words
-        same_guard = words[GUARDS] == here[GUARDS] and here[STATE] == GUARDED
+        words = record.words
         if rank == world.me.rank or words[STATE] in (ENDED, LEFT):
-            continue
-        if guarded and not (same_guard and words[STATE] in (GUARDED, RAISED)):
             continue
         error = record.error() if words[ERRORS] and words[ERROR_AT] == words[TOTAL] else ""
         if record.process() == "gone":
             return raised(world, rank, error) if error else _died(world, rank)
-        if same_guard and words[STATE] == RAISED and error and error not in world.errors:
+        if _in_same_guard(world, record) and words[STATE] == RAISED and error and error not in world.errors:
             return raised(world, rank, error)
     return None
+
+
+def died(world: World) -> Fault | None:
+    """The fault of a rank that died in the guard in which this one is. Ranks that died elsewhere may have finished."""
+    for rank, record in world.records.items():
+        is_in = record.words[STATE] in (GUARDED, RAISED) and _in_same_guard(world, record)
+        if rank != world.me.rank and is_in and record.process() == "gone":
+            return cause(world, [rank], waited=0.0)
+    return None
+
+
+def _in_same_guard(world: World, record: Record) -> bool:
+    """Whether this rank is in the guard that a rank is in, or has left."""
+    return record.words[GUARDS] == world.me.words[GUARDS] and world.me.words[STATE] == GUARDED
 
 
 def raised(world: World, rank: int, error: str, then: str = "") -> Fault:

@@ -9,12 +9,13 @@ from types import TracebackType
 from shardwise.faults.current import current_session, interrupts, watch_world
 from shardwise.faults.diagnose import raised
 from shardwise.faults.record import ENDED, GUARDED, GUARDS, LEFT, RAISED, STATE
-from shardwise.faults.scope import guards
+from shardwise.faults.scope import finishers, guards
 from shardwise.faults.session import Session
 
 __all__ = ["guard"]
 
 _ALIKE_SECONDS = 1.0  # for the other ranks to raise, too, or to return
+_CERTAIN_SECONDS = 5.0  # the same, for errors that all ranks raise
 
 
 class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a word
@@ -32,7 +33,8 @@ class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a
     Raises:
         PeerError: another rank failed.
 
-    It communicates nothing: ranks of one machine know of each other through memory.
+    It communicates nothing: ranks of one machine know of each other through memory. A checkpoint that is being saved in the background is
+    waited for at the end, and an error of it is raised.
 
     >>> with guard(timeout=60):
     ...     pass
@@ -60,6 +62,16 @@ class guard(ContextDecorator):  # noqa: N801 - a context manager that reads as a
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and len(guards) == 1:
+            try:
+                for finish in finishers:
+                    finish()
+            except BaseException as failed:
+                self._leave(failed)
+                raise
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         guards.pop()
         if not guards:
             interrupts.remove()
@@ -81,7 +93,8 @@ def _tell(session: Session, error: BaseException) -> None:
     session.raised.note(error)
     words = session.record.words
     words[STATE] = RAISED
-    deadline = time.monotonic() + _ALIKE_SECONDS
+    is_alike = getattr(error, "is_alike", False)
+    deadline = time.monotonic() + (_CERTAIN_SECONDS if is_alike else _ALIKE_SECONDS)
     while time.monotonic() < deadline:
         world = session.snapshot()
         others = [record for rank, record in world.records.items() if rank != session.rank]

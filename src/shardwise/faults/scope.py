@@ -1,15 +1,17 @@
-"""The guards that the program is in, and what must not be interrupted inside of them."""
+"""The guards that the program is in, what must not be interrupted inside of them, and what must be done when they are left."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["guards", "is_uninterrupted", "uninterrupted", "wait_limit"]
+__all__ = ["finishers", "guards", "is_uninterrupted", "uninterrupted", "wait_limit"]
 
 guards: list[float | None] = []
 """The timeouts of the guards that the program is in, the outermost first."""
+finishers: list[Callable[[], None]] = []
+"""Called when the outermost guard is left without an error: they wait for work in the background, and raise what it raised."""
 _blocks = [0]
 
 

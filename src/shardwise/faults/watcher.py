@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shardwise.faults.diagnose import World, behind, cause, find_overdue, gone, lost, stopped_ranks
+from shardwise.faults.diagnose import World, behind, cause, died, find_overdue, gone, lost, stopped_ranks
 from shardwise.faults.error import Fault
 from shardwise.faults.program_thread import ProgramThread
 from shardwise.faults.record import STILL, STUCK, WAIT, OwnRecord, Row
@@ -149,8 +149,8 @@ class Watcher:
             waiting = [rank for rank, record in world.records.items() if record.waits()]
             late = [rank for rank in range(session.size) if rank != session.rank and rank not in waiting]
         found = cause(world, late, waited)
-        if found is None:  # a rank that has begun may be lost, too
-            found = lost(world, guarded=not session.is_patient)
+        if found is None:  # also of those that have begun
+            found = lost(world) if session.is_patient else died(world)
         # others may write or read for long in a checkpoint that they have begun, unless they are stopped
         is_overdue = late or stopped_ranks(world) or not session.is_patient
         if found is None and waited > session.timeout and is_overdue:
@@ -171,7 +171,7 @@ class Watcher:
     def _look_at_processes(self) -> None:
         """Look for a rank that died inside of the guard in which this one computes."""
         self._looked = time.monotonic()
-        if (found := lost(self._session.snapshot(), guarded=True)) is not None:
+        if (found := died(self._session.snapshot())) is not None:
             self._session.publish(found)
 
     def _end_waits(self) -> None:

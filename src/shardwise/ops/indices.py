@@ -35,9 +35,23 @@ def _one_hot(x: DTensor, num_classes: int = -1) -> Tensor:
         num_classes = most + 1 if num_classes == -1 else num_classes
         if most >= num_classes:
             raise RuntimeError("Class values must be smaller than num_classes.")
+    return _compare_with_classes(x, x, num_classes).contiguous()
+
+
+def _compare_with_classes(x: Tensor, inner: DTensor, num_classes: int) -> Tensor:
     classes = torch.arange(num_classes, device=x.device)
-    replicated = replicate(classes, x.device_mesh, simulated=is_simulated_tensor(x))
-    return (x.unsqueeze(-1) == replicated).to(torch.int64).contiguous()
+    replicated = replicate(classes, inner.device_mesh, simulated=is_simulated_tensor(inner))
+    return (x.unsqueeze(-1) == replicated).to(torch.int64)
+
+
+def _batched_one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    """`one_hot` of a tensor that `vmap` maps over; torch compares no values there."""
+    if num_classes <= 0:
+        raise RuntimeError(
+            "When vmap-ing torch.nn.functional.one_hot, please provide an explicit positive num_classes argument."
+        )
+    inner: Any = unwrap_transforms(x)
+    return _compare_with_classes(x, inner, num_classes)
 
 
 def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *options: Any) -> Tensor:
@@ -48,7 +62,7 @@ def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *options:
     return torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
-def _maps_over_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _maps_over_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return is_batched(args[0]) and isinstance(unwrap_transforms(args[0]), DTensor)
 
 
@@ -59,6 +73,12 @@ def index_patches() -> list[KernelPatch | TransformPatch]:
             aten.one_hot.default, _one_hot, "torch creates the classes as a plain tensor", has_dtensor
         ),
         TransformPatch(
-            aten.embedding.default, _embedding, "torch creates offsets as a plain tensor", _maps_over_tables
+            aten.one_hot.default,
+            _batched_one_hot,
+            "torch creates the classes as a plain tensor",
+            _maps_over_dtensor,
+        ),
+        TransformPatch(
+            aten.embedding.default, _embedding, "torch creates offsets as a plain tensor", _maps_over_dtensor
         ),
     ]

@@ -93,12 +93,12 @@ def _is_unsettled(p: Any) -> bool:
 def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     """Parameters in their order, in parts whose gradients have so many bytes together."""
     out: list[list[Any]] = []
-    size = _MOST
+    size = 0
     for p in params:
         # the whole tensor's bytes, so that ranks with blocks of other sizes decide alike
         grad: Any = gradient_of(p)
         nbytes = grad.numel() * grad.dtype.itemsize
-        if size + nbytes > _MOST:
+        if not out or size + nbytes > _MOST:
             out.append([])
             size = 0
         out[-1].append(p)
