@@ -43,6 +43,7 @@ from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.observe import observers
+from shardwise.tensor.recorded_calls import record_local, recorder_of
 from shardwise.tensor.sparse_tensor import check_replicated
 from shardwise.torch_internals.subclass import is_parameter, mark_parameter, storage_id, view_base
 
@@ -262,6 +263,8 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         unfinished = x.unfinished_block()
         if unfinished is not None:
             return unfinished
+    if (mode := recorder_of(x)) is not None:
+        return record_local(mode, x)  # type: ignore[no-any-return]
     _share_versions(x)
     local = x._local_tensor
     result = local

@@ -32,6 +32,7 @@ from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.inference import note_inference_mode
+from shardwise.tensor.recorded_calls import record_move, recorder_of
 from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -163,6 +164,8 @@ def move(x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtyp
     spec = x._spec
     if spec.stride is None:
         return redistribute_sparse(x, target, dtype)
+    if (mode := recorder_of(x)) is not None:
+        return record_move(mode, move, x, target, units, dtype)
     local = x._local_tensor
     if dtype is not spec.dtype:
         local = local.to(dtype)
