@@ -54,6 +54,14 @@ def _worst(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).item() for a, b in pairs)
 
 
+def _is_simulated() -> bool:
+    if "shardwise" not in sys.modules:
+        return False
+    from shardwise.comm.simulate import is_simulated
+
+    return is_simulated()
+
+
 def _shared_folder() -> str:
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
@@ -72,8 +80,9 @@ def load(name: str, mode: str, **changes: Any) -> tuple[nn.Module, nn.Module, Pa
     if dist.get_rank() == 0:
         build(config).save_pretrained(folder / "a")
     dist.barrier()
-    # grouped_mm has no float64
-    how = {"dtype": torch.float64, "experts_implementation": "eager"}
+    # grouped_mm has no float64; eager experts are chosen by Python code, which simulated ranks with other data run alike
+    experts = "batched_mm" if mode.startswith("fsdp") and _is_simulated() else "eager"
+    how = {"dtype": torch.float64, "experts_implementation": experts}
     dense = AutoModelForCausalLM.from_pretrained(folder / "a", **how)
     where = MODES[mode](dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(folder / "a", distributed_config=where, **how)

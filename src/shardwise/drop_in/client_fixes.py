@@ -20,7 +20,7 @@ from shardwise.api.distribute import distribute_tensor
 from shardwise.comm import PerRank, first_rank
 from shardwise.comm.simulate import is_simulated, per_rank
 from shardwise.drop_in.copied_modules import forward_of_copies
-from shardwise.layout import Shard
+from shardwise.layout import Placement, Replicate, Shard
 from shardwise.parallel.data.api import fully_shard
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import policy
@@ -104,13 +104,43 @@ def _blocks_of_all_ranks(shard_tensor: Callable[..., Any]) -> Callable[..., Any]
         full = source[...].to(**how)
         placements = operation.placements
         if full.ndim == operation.param_ndim - 1:  # one expert of a stacked parameter
-            if any(getattr(p, "dim", None) == 0 for p in placements):
-                raise _not_simulated("The loader of experts that are split between ranks")
             # parts of a packed dim are read one by one, so each is split as a whole
-            placements = [Shard(p.dim - 1) if hasattr(p, "dim") else p for p in placements]
+            placements = [Shard(p.dim - 1) if _splits_inner(p) else Replicate() for p in placements]
         return distribute_tensor(full, operation.device_mesh, placements, src_data_rank=None).to_local()
 
     return blocks
+
+
+def _splits_inner(p: Placement) -> bool:
+    return getattr(p, "dim", 0) != 0
+
+
+def _experts_of_ranks(set_parameter: Callable[..., Any]) -> Callable[..., Any]:
+    """In a simulation, give each rank its experts, once they are stacked: all ranks have read all of them."""
+
+    @wraps(set_parameter)
+    def set_blocks(model: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_simulated() and isinstance(value, Tensor):
+            module, _, last = name.rpartition(".")
+            ref = getattr(model.get_submodule(module), last)
+            if isinstance(ref, DTensor) and _has_all_rows(value, ref):
+                placements = [p if _splits_inner(p) else Replicate() for p in ref.placements]
+                whole = DTensor.from_local(
+                    value.detach(), ref.device_mesh, placements, shape=ref.shape, stride=ref.stride()
+                )
+                value = whole.redistribute(placements=ref.placements).to_local()
+        return set_parameter(model, name, value, *args, **kwargs)
+
+    return set_blocks
+
+
+def _has_all_rows(value: Tensor, ref: DTensor) -> bool:
+    """Whether a block has rows of all ranks, and is what the layout says otherwise."""
+    block = ref._local_tensor.shape
+    return value.ndim == ref.ndim > 0 and (value.shape[0], *block[1:]) == (
+        ref.shape[0],
+        *value.shape[1:],
+    ) != tuple(block)
 
 
 def _parameters_of_ranks(finalize: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,6 +222,7 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
             _reduce_new_gradients(install)
         ),
     },
+    "transformers.core_model_loading": {"set_param_for_module": _experts_of_ranks},
     "transformers.modeling_utils": {"PreTrainedModel._finalize_model_loading": _parameters_of_ranks},
     "transformers.distributed.mixin": {
         "DistributedMixin.gather_sharded_state_dict_for_save": _values_of_first_rank
