@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.compile.compile_matrix import BACKENDS, check_all
-from tests.compile.matrix import PROGRAMS, S0, S1, P, R, tensor
+from tests.compile.matrix import PROGRAMS, S0, S1, R, tensor
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -59,59 +59,16 @@ def test_inductor(pair):
         assert set(found.values()) == {"ok"}, found
 
 
-# ---- tangents
-
-
 def one_axis():
     return sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-
-def tangents(mesh):
-    blocks = torch.arange(24.0).view(4, 6) + mesh.get_rank()
-    return {
-        "plain": lambda: torch.arange(24.0).view(4, 6),
-        "other placement": lambda: tensor(mesh, 4, 6, at=S1, grad=False),
-        "replicated": lambda: tensor(mesh, 4, 6, at=R, grad=False),
-        "async": lambda: tensor(mesh, 4, 6, at=S1, grad=False).redistribute(tp=R, async_op=True),
-        "pending": lambda: sw.DTensor.from_local(blocks, mesh, [P]),
-    }
 
 
 def full(x):
     return x.full_tensor() if isinstance(x, sw.DTensor) else x
 
 
-def compare_tangents():
-    """By kind of tangent: whether the gradient of compiled code equals that of eager code."""
-    mesh, found = one_axis(), {}
-    for name, make in tangents(mesh).items():
-        grads = []
-        for f in (double, torch.compile(double, backend="aot_eager", fullgraph=True)):
-            x = tensor(mesh, 4, 6)
-            f(x).backward(make())
-            grads.append(full(x.grad))
-        found[name] = torch.equal(*grads)
-    for name, first in {"unused": 0, "others unused": 1}.items():
-        grads = []
-        for f in (two_results, torch.compile(two_results, backend="aot_eager", fullgraph=True)):
-            x, w = tensor(mesh, 4, 6, at=S1), tensor(mesh, 6, 4)
-            f(x, w)[first].full_tensor().square().sum().backward()
-            grads.append((full(x.grad), full(w.grad) if w.grad is not None else torch.zeros(6, 4)))
-        found[name] = all(map(torch.allclose, *grads))
-    return found
-
-
 def double(x):
     return x * 2
-
-
-def two_results(x, w):
-    return x @ w, (x * 2).sin()
-
-
-def test_tangents(pair):
-    for found in pair.run(compare_tangents):
-        assert set(found.values()) == {True}, found
 
 
 # ---- guards and graphs

@@ -11,6 +11,7 @@ from shardwise.alternatives.alternative import Alternative, Propose, reduce_pend
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.layout import Layout
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.construct import from_function
 from shardwise.tensor.dtensor import DTensor
 
@@ -49,7 +50,12 @@ def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
 
 def _propose_dist(call: OpCall, resolution: Resolution | None) -> Alternative | None:
     x, y = call.named["self"], call.named["other"]
-    if not isinstance(x, DTensor) or not isinstance(y, DTensor) or x.shape != y.shape or 0 in x.shape:
+    if (
+        not isinstance(x, DTensor)
+        or not isinstance(y, DTensor)
+        or not same_sizes(x.shape, y.shape)
+        or 0 in x.shape
+    ):
         return None
     if x.dtype != y.dtype or x.dtype not in (torch.float32, torch.float64):
         return None

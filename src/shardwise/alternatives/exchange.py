@@ -106,7 +106,7 @@ class SplitDim(NamedTuple):
 
     def ranges(self, size: int) -> tuple[Range, ...]:
         """The range of each rank if the dim has this size, by its position on the axes."""
-        return chunked(size, self.axes, self.on)
+        return chunked(int(size), self.axes, self.on)  # a symbolic size becomes a number
 
     def part_ranges(self, sizes: Sequence[int]) -> tuple[Ranges, ...]:
         """The ranges of each rank if the dim consists of parts that are each split by the axes."""

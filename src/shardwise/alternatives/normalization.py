@@ -16,6 +16,7 @@ from shardwise.call.meta import statistic_dtype
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.layout import LayoutError, view
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["ALTERNATIVES", "WITHOUT_RULE"]
@@ -136,7 +137,7 @@ def _propose_group_norm(
     if not isinstance(x, DTensor) or 0 in x.shape or x.dim() < 2:
         return None
     layout = x._spec.layout
-    same_shape = [t for t in call.args if isinstance(t, DTensor) and t.shape == x.shape]
+    same_shape = [t for t in call.args if isinstance(t, DTensor) and same_sizes(t.shape, x.shape)]
     if any(t._spec.layout is not layout for t in same_shape) or layout.partial:
         return None
     n, c, hw, group = (call.named[name] for name in ("N", "C", "HxW", "group"))

@@ -14,6 +14,7 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.comm import Coord
 from shardwise.layout import Factor, Layout, Spec, block_shape
+from shardwise.layout.sizes import same_sizes
 from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import Range
 from shardwise.tensor.dtensor import DTensor
@@ -157,6 +158,10 @@ def _slice_backward(call: OpCall, resolution: Resolution) -> Alternative | None:
     """Each rank writes the part of the gradient that belongs to its block into zeros."""
     grad: DTensor = call.named["grad_output"]
     layout, out = grad._spec.layout, resolution.outputs[0]
+    if same_sizes(grad.shape, out.shape):  # of everything, as in x[:, None]
+        return block_program(
+            call, out.with_layout(layout), [Operand("grad_output")], lambda coord, block: block.clone()
+        )
     piece = _slice_of(call, layout, out.shape, grad.shape)
     if piece is None:
         return None

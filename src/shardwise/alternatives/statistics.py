@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.alternatives.alternative import Alternative, Propose, in_float32, reduce_pending
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["ALTERNATIVES", "by_statistics", "rows_gradient"]
@@ -84,7 +85,10 @@ def _var_mean(
     count = math.prod(x.shape[d] for d in dims)
     mean = reduce_pending(aten.var_mean.correction, x.mean(dims, keepdim=True))
     centered = x - mean
-    divisor = max(count - (1 if correction is None else correction), 0)
+    lost = 1 if correction is None else correction
+    divisor = max(
+        count - (int(lost) if lost == int(lost) else lost), 0
+    )  # whole, as a symbolic size is to stay one
     var = (centered * centered).sum(dims, keepdim=True) / divisor
     return (var, mean) if keepdim else (var.squeeze(dims), mean.squeeze(dims))
 
@@ -168,7 +172,7 @@ def by_statistics(program: Callable[..., Any], call: OpCall, resolution: Resolut
     if not isinstance(first, DTensor) or not first.dtype.is_floating_point or 0 in first.shape:
         return None
     # other tensors of the same shape, such as a gradient, have the same rows
-    rows = [t for t in call.args if isinstance(t, DTensor) and t.shape == first.shape]
+    rows = [t for t in call.args if isinstance(t, DTensor) and same_sizes(t.shape, first.shape)]
     target = resolution.moves[0].target if resolution.moves[0] is not None else first._spec.layout
     if any(t._spec.layout.partial for t in rows) or all(t._spec.layout is target for t in rows):
         return None

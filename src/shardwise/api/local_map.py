@@ -114,7 +114,7 @@ def _mapped(
         ]
         results, rebuild_results = flatten(func(*rebuild(blocks), **kwargs))
         _check_count(outs, results, "out_placements", "results")
-        uneven = any(_is_uneven(a._spec.layout) for a in inputs if isinstance(a, DTensor))
+        uneven = any(_is_uneven(a) for a in inputs if isinstance(a, DTensor))
         return rebuild_results([_output(r, mesh, p, uneven) for r, p in zip(results, outs, strict=True)])
 
     return mapped
@@ -141,7 +141,7 @@ def _input(i: int, arg: Any, in_placements: tuple[Placed, ...] | None, redistrib
                 why="None stands for a value that is not a DTensor.",
                 fix=f"in_placements=(..., {list(arg.placements)}, ...)",
             )
-        if _has_layout(arg.sharding, tuple(wanted)):
+        if _has_layout(arg, tuple(wanted)):
             return arg
         if redistribute:
             return arg.redistribute(placements=wanted)
@@ -182,13 +182,15 @@ def _grad_placements(
 
 
 @call_while_tracing
-def _has_layout(layout: Layout, placements: tuple[Placement, ...]) -> bool:
-    """Whether a layout is that of some placements."""
+def _has_layout(x: DTensor, placements: tuple[Placement, ...]) -> bool:
+    """Whether the layout of a tensor is that of some placements."""
+    layout = x._spec.layout
     return layout is Layout.of(layout.shape, layout.axes, placements)
 
 
 @call_while_tracing
-def _is_uneven(layout: Layout) -> bool:
+def _is_uneven(x: DTensor) -> bool:
+    layout = x._spec.layout
     sizes = layout.axes.sizes
     return any(f.size % math.prod(sizes[a] for a in f.axes) for dim in layout.dims for f in dim if f.axes)
 

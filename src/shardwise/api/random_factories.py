@@ -19,7 +19,7 @@ from shardwise.api.options import TensorOptions, factory
 from shardwise.comm import current_mesh
 from shardwise.comm.mesh import has_current_mesh
 from shardwise.layout import LayoutError
-from shardwise.ops.random_fill import Numbers, describe_draw
+from shardwise.ops.random_fill import Numbers, describe_draw, traced_draw
 from shardwise.ops.traced_draws import traced_numbers
 from shardwise.random import BlockIndices, integers, normal, permutation, uniform
 from shardwise.tensor.construct import from_function, layout_for, size_of
@@ -147,8 +147,7 @@ def _new(
 
     def values(shape: tuple[int, ...], indices: Sequence[Sequence[int]]) -> Tensor:
         if traced:
-            text = describe_draw(generate, size, indices)
-            return traced_numbers(mesh, text, torch.empty(shape, dtype=dtype), ())
+            return traced_draw(mesh, generate, layout, torch.empty(shape, dtype=dtype))
         # `from_function` makes the device of the mesh the default one
         return generate(draw, BlockIndices(size, indices), dtype, torch.empty(0).device)
 

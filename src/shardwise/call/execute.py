@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.call.arguments import map_tensors, tensors_in, with_tensors
 from shardwise.call.kept_moves import move_once, unshared
 from shardwise.call.local_program import LocalProgram
+from shardwise.call.meta import MASKED, without_masked
 from shardwise.call.moved_view import remember_base
 from shardwise.call.resolve import Resolution
 from shardwise.call.schema import OpInfo, op_info
@@ -51,6 +52,8 @@ def execute(func: Any, resolution: Resolution, args: tuple[Any, ...], kwargs: di
         result = join({r: run(programs[r], at_rank(blocks, r)) for r in ranks}, str(func))
     else:
         result = run(programs[None], blocks)
+    if func in MASKED and isinstance(result, list | tuple):  # blocks without values come from meta kernels
+        result = without_masked(func, args, kwargs, result)
     if programs is not None and not info.writes and any(resolution.moves):
         moved = [b for b, plan in zip(blocks, resolution.moves, strict=True) if plan is not None]
         result = map_tensors(lambda r: unshared(r, moved), result)  # an op copies, but a program may not

@@ -16,6 +16,7 @@ from shardwise.call.schema import op_info
 from shardwise.call.strides import copy_into, restride
 from shardwise.comm import map_ranks, members_of, spread
 from shardwise.layout import Layout, LayoutError, Spec
+from shardwise.layout.sizes import as_size
 from shardwise.plan import Plan
 from shardwise.random.seeded_generator import with_seeded_generator
 from shardwise.tensor.construct import from_block, replicated_spec
@@ -168,7 +169,8 @@ _logged: set[Any] = set()
 
 
 def _log_once(func: Any, specs: Sequence[Spec], plans: Sequence[Plan]) -> None:
-    key = (func, tuple(specs))
+    # symbols are not kept alive
+    key = (func, tuple([str(s) if s.is_symbolic else s for s in specs]))
     sent = sum(plan.bytes for plan in plans)
     if not sent or key in _logged:
         return
@@ -176,5 +178,8 @@ def _log_once(func: Any, specs: Sequence[Spec], plans: Sequence[Plan]) -> None:
         _logged.add(key)
     operands = ", ".join(map(str, specs))
     _log.warning(
-        "%s has no cheaper way for %s and was run on gathered tensors: %s bytes", func, operands, f"{sent:,}"
+        "%s has no cheaper way for %s and was run on gathered tensors: %s bytes",
+        func,
+        operands,
+        f"{as_size(sent):,}",
     )

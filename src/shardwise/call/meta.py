@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -18,8 +18,17 @@ from shardwise.call.half_strides import depends_on_precision, in_single_precisio
 from shardwise.call.memory_formats import convolution
 from shardwise.call.schema import op_info
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.symbolic_sizes import untraced
 
-__all__ = ["REFUSALS", "infer_outputs", "on_meta", "remember_outputs", "statistic_dtype"]
+__all__ = [
+    "MASKED",
+    "REFUSALS",
+    "infer_outputs",
+    "on_meta",
+    "remember_outputs",
+    "statistic_dtype",
+    "without_masked",
+]
 
 aten = torch.ops.aten
 _log = logging.getLogger("shardwise")
@@ -83,10 +92,11 @@ def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], war
     if func in CPU_KERNELS and _device_type(args[0]) == "cpu":
         kernel = CPU_KERNELS[func]
     try:
-        result = kernel(*on_meta(args), **on_meta(kwargs))
-        if depends_on_precision(func, [*args, *kwargs.values()]):
-            like = kernel(*in_single_precision(on_meta(args)), **in_single_precision(on_meta(kwargs)))
-            result = with_strides_of(like, result)
+        with untraced():  # a graph that is being recorded has no use for it
+            result = kernel(*on_meta(args), **on_meta(kwargs))
+            if depends_on_precision(func, [*args, *kwargs.values()]):
+                like = kernel(*in_single_precision(on_meta(args)), **in_single_precision(on_meta(kwargs)))
+                result = with_strides_of(like, result)
     except REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
         if warn:
             _warn_unused(func, error)
@@ -101,14 +111,21 @@ def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], war
     # an output that a mask excludes is None
     if any(t is not None and not isinstance(t, Tensor | int | torch.SymInt) for t in out):
         return None
-    if func in _MASKED:
-        name, position = _MASKED[func]
-        mask = kwargs[name] if name in kwargs else args[position]
-        wanted = mask if isinstance(mask, list | tuple) else [*[True] * (len(out) - 1), mask]
-        out = [t if want else None for t, want in zip(out, wanted, strict=True)]
+    if func in MASKED:
+        out = without_masked(func, args, kwargs, out)
     if func in _STATISTICS:
         out[1:] = [t.to(statistic_dtype(args)) for t in out[1:]]
+    if func is aten.log_sigmoid_forward.default and _device_type(args[0]) in _UNBUFFERED:
+        out[1] = out[1].new_empty(0)
     return out
+
+
+def without_masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Any]) -> list[Any]:
+    """The results of an op of `MASKED`, with None for those that its arguments do not ask for."""
+    name, position = MASKED[func]
+    mask = kwargs[name] if name in kwargs else args[position]
+    wanted = mask if isinstance(mask, list | tuple) else [*[True] * (len(out) - 1), mask]
+    return [t if want else None for t, want in zip(out, wanted, strict=True)]
 
 
 _warned: set[Any] = set()
@@ -145,12 +162,14 @@ _STATISTICS = {
 }
 
 
-# Ops with an argument that says which outputs are computed, of all or of the last one; their meta kernels ignore it.
-_MASKED = {
+MASKED = {
     aten.native_batch_norm_backward.default: ("output_mask", 9),
     aten.batch_norm_backward.default: ("output_mask", 9),
     aten._efficient_attention_backward.default: ("bias_requires_grad", 15),
 }
+"""Ops with an argument that says which outputs are computed, of all or of the last one; their meta kernels ignore it."""
+
+_UNBUFFERED = ("cuda", "xpu")  # whose kernel of log_sigmoid has an empty buffer
 
 
 def _device_type(x: Tensor) -> str:

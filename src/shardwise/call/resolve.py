@@ -16,6 +16,7 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.schema import OpInfo
 from shardwise.comm import coord_of
 from shardwise.layout import Layout, Spec, UnitPlacements, block_shape, without_pending
+from shardwise.layout.sizes import as_sizes, same_sizes
 from shardwise.plan import Choice, Plan, choose, choose_view, plan_redistribute
 from shardwise.plan.unit_axes import units_of_results, units_of_view
 from shardwise.rules import Call, Creates, Listed, Listing, Rule, Slot
@@ -107,7 +108,9 @@ def _choose(call: OpCall, match: Match, itemsizes: list[int]) -> Choice | None:
         first = layouts[0]
         if not match.keeps_pending:
             layouts = [layout.with_partial({}) for layout in layouts]
-        created = (layouts[0] if first.shape == s else Layout.replicated(s, first.axes) for s in outputs)
+        created = (
+            layouts[0] if same_sizes(first.shape, s) else Layout.replicated(s, first.axes) for s in outputs
+        )
         return Choice(tuple(layouts), tuple(created))
     fixed = [layouts[i] for i in match.written] if call.info.returns_written else ()
     return choose(match.rule, layouts, outputs, itemsizes, fixed=fixed, kept=match.written)
@@ -180,8 +183,8 @@ def _as_rules_see_it(info: OpInfo, call: OpCall, outputs: list[Any]) -> Call:
         info.rule_name or info.name,
         named,
         tuple(tuple(value) if isinstance(value, list) else value for value in tensors),
-        tuple(tuple(t.shape) for t in call.tensors),
-        tuple(tuple(t.shape) for t in results),
+        tuple(as_sizes(t.shape) for t in call.tensors),
+        tuple(as_sizes(t.shape) for t in results),
         tuple(isinstance(t, Tensor) for t in outputs),
         tuple(str(t.dtype).removeprefix("torch.") for t in call.tensors),
         tuple(str(t.dtype).removeprefix("torch.") for t in results),

@@ -11,7 +11,7 @@ gives them on one device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from operator import eq
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.route import Run
 from shardwise.comm import map_ranks
 from shardwise.layout import is_dense
+from shardwise.layout.sizes import cached
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """The dims from the outermost in memory to the innermost.
 
@@ -52,6 +53,8 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 def in_order(block: Tensor, order: tuple[int, ...]) -> Tensor:
     """A block whose dims are in memory in this order and without gaps: itself, or a copy."""
+    if all(map(eq, order, range(len(order)))):
+        return block.contiguous()
     moved = block.permute(order)
     if moved.is_contiguous():
         return block

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.call.arguments import tensors_in
 from shardwise.call.schema import op_info
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import decomposition_of
 from shardwise.torch_internals.subclass import bump_versions
@@ -54,7 +55,7 @@ def writing_variant(func: Any, functional: Callable[..., Any]) -> Callable[..., 
             bump_versions(into)  # autograd does it for single tensors
         results = functional(*args, **{k: v for k, v in kwargs.items() if k not in info.out_names})
         for t, r in zip(into, [results] if isinstance(results, Tensor) else list(results), strict=True):
-            target = t if t.shape == r.shape else _resized(t, r.shape)
+            target = t if same_sizes(t.shape, r.shape) else _resized(t, r.shape)
             if info.qualified_name in _FILLS:
                 target, r = _once(target, r)
             target.copy_(r)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.comm.mesh import Coord
 from shardwise.layout import Layout, Pieces, cut, refine
+from shardwise.layout.sizes import same_sizes
 
 __all__ = ["Boxes", "Run", "boxes_in_source", "boxes_in_target", "common_pieces"]
 
@@ -167,7 +168,7 @@ class Boxes(NamedTuple):
         return Boxes((*self.lengths, times), boxes, tuple(n * times for n in self.counts))
 
     def _cut(self, block: Tensor, box: _Box) -> Tensor:
-        if block.shape != self.lengths:
+        if not same_sizes(block.shape, self.lengths):
             block = block.reshape(self.lengths)
         for dim, (start, count) in enumerate(box):
             if count != self.lengths[dim]:

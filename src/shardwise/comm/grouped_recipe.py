@@ -142,7 +142,7 @@ def _chunks(boxes: Sequence[Boxes]) -> _Chunks:
         before = [sum(b.counts[p] for b in boxes[:index]) for p in range(len(sizes))]
         offsets = [start + skipped for start, skipped in zip(starts, before, strict=True)]
         regions += [_Region(index, run, first, stride) for run, first, stride in _runs(some, offsets)]
-    even = all(len(set(b.counts)) == 1 and b.are_in_order() for b in boxes) and all(sizes)
+    even = all(all(n == b.counts[0] for n in b.counts) and b.are_in_order() for b in boxes) and all(sizes)
     return _Chunks(tuple(boxes), sizes, tuple(regions), tuple(b.counts[0] for b in boxes) if even else ())
 
 
@@ -224,7 +224,7 @@ def _move(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> Groupe
         coming.unpack(received, [_words(b, word) for b in found])
         return found
 
-    if step.kind == "all-gather" and all(len(set(b.counts)) == 1 for b in arriving):
+    if step.kind == "all-gather" and all(n == b.counts[0] for b in arriving for n in b.counts):
         alike = len(set(dtypes)) == 1 and not dtypes[0].is_complex
 
         def pack_all(blocks: _Blocks) -> Tensor:

@@ -26,6 +26,7 @@ from shardwise.comm.recipe import Recipe, as_received, recipe_for
 from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import dtype_text
+from shardwise.layout.sizes import at_new_symbols
 from shardwise.plan import AllReduce, Plan, Step
 from shardwise.torch_internals.collectives import (
     Note,
@@ -45,6 +46,8 @@ _Stage = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 
 _programs = PerMesh(most=4096)
 at_simulation_end(_programs.clear)
+_symbolic_programs = PerMesh(most=4096)
+at_new_symbols.append(_symbolic_programs.clear)
 
 
 def run(plan: Plan, block: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -95,7 +98,8 @@ def _program(plan: Plan, block: Tensor, mesh: DeviceMesh) -> tuple[_Stage, ...]:
         dtype = block.dtype
         is_here = compiler is not real_stage or coord_of(mesh) is not None
         steps = plan.steps if is_here else ()
-        program = _programs.get(mesh, key, lambda: tuple(compiler(step, mesh, dtype) for step in steps))
+        kept = _symbolic_programs if plan.source.is_symbolic else _programs
+        program = kept.get(mesh, key, lambda: tuple(compiler(step, mesh, dtype) for step in steps))
     return program
 
 

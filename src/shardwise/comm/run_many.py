@@ -18,6 +18,7 @@ from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import dtype_text
+from shardwise.layout.sizes import at_new_symbols
 from shardwise.plan import GroupedPlan, GroupedStep
 from shardwise.torch_internals.collectives import (
     Note,
@@ -41,6 +42,8 @@ Only local steps need the blocks to complete.
 
 _programs = PerMesh(most=1024)
 at_simulation_end(_programs.clear)
+_symbolic_programs = PerMesh(most=1024)
+at_new_symbols.append(_symbolic_programs.clear)
 
 
 class PendingBlocks:
@@ -128,7 +131,8 @@ def _program(plan: GroupedPlan, blocks: Sequence[Tensor], mesh: DeviceMesh) -> t
     if program is None:
         is_here = compiler is all_ranks_stage or coord_of(mesh) is not None
         steps = [(s, [plan.items[m.tensor].dtype for m in s.members]) for s in plan.steps if is_here]
-        program = _programs.get(mesh, key, lambda: tuple(compiler(s, mesh, dtypes) for s, dtypes in steps))
+        kept = _symbolic_programs if plan.is_symbolic else _programs
+        program = kept.get(mesh, key, lambda: tuple(compiler(s, mesh, dtypes) for s, dtypes in steps))
     return program
 
 

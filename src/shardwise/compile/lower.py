@@ -73,7 +73,9 @@ def as_python(graph: fx.Graph, yields: Callable[[Any], bool] | None = None) -> C
             if node in last:
                 lines.append(f"del {', '.join(names[n] for n in last[node])}")
     body = "\n    ".join(lines)
-    exec(f"def program({', '.join(arguments)}):\n    {body}\n", constants)
+    source = f"def program({', '.join(arguments)}):\n    {body}\n"
+    # a name of a file that is skipped where a line of the user is shown
+    exec(compile(source, "<shardwise program>", "exec"), constants)
     return constants["program"]  # type: ignore[no-any-return]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.call.execute import execute, wrap
+from shardwise.call.meta import MASKED
 from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.call.route import Run
@@ -16,6 +17,7 @@ from shardwise.call.schema import op_info
 from shardwise.comm import coord_of
 from shardwise.dispatch.key import ONE_TENSOR, new_entry
 from shardwise.layout import Spec, block_shape
+from shardwise.layout.sizes import same_sizes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.dispatcher import python_binding
 from shardwise.torch_internals.subclass import new_dtensor
@@ -57,7 +59,7 @@ def direct_run(call: OpCall, resolution: Resolution) -> Run | None:
 
 
 def _direct_run(call: OpCall, resolution: Resolution) -> Run | None:
-    if any(resolution.moves) or resolution.simulated or resolution.replicated:
+    if any(resolution.moves) or resolution.simulated or resolution.replicated or call.func in MASKED:
         return None
     func, args, kwargs, info = call.func, call.args, call.kwargs, call.info
     positions = tuple(i for i, a in enumerate(args) if isinstance(a, DTensor))
@@ -100,7 +102,7 @@ def _direct_view(call: OpCall, resolution: Resolution) -> Run | None:
     if func is aten.unsqueeze.default:
         block = torch.empty(block_shape(call.layouts[0], coord_of(call.mesh) or ()), device="meta")
         # a block without elements may be empty along another dim
-        if func(block, *call.args[1:]).shape == shape:
+        if same_sizes(func(block, *call.args[1:]).shape, shape):
             run = constant(func, spec, call.args, call.kwargs)
             setattr(run, _RECIPE, Recipe("direct", (spec,)))
             return run

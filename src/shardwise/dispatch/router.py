@@ -10,6 +10,7 @@ import torch
 
 from shardwise.call.op_call import OpCall
 from shardwise.call.route import Route, Run
+from shardwise.call.symbolic_call import hashable_key, is_symbolic, symbolic_arguments
 from shardwise.call.view_mode import mode_of_view
 from shardwise.call.writes import note_writes, watched
 from shardwise.comm.recording import recorders
@@ -23,7 +24,7 @@ from shardwise.plan.settings import active, current_settings, forget_decisions, 
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.inference import in_inference_mode, inference_tensors, note_inference_mode
 from shardwise.tensor.inference_data import data_of_inference_tensor
-from shardwise.torch_internals.pytree import without_symbols
+from shardwise.torch_internals.symbolic_sizes import untraced
 
 __all__ = ["dispatch", "find_recipe", "find_route", "on_direct_route"]
 
@@ -113,15 +114,32 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         run = runs.get(key)
     except TypeError:  # an argument that cannot be hashed: such calls are decided each time
-        if (fixed := without_symbols(args, kwargs)) is not None:
-            return _dispatch(func, *fixed)
+        if is_symbolic(args, kwargs):
+            return _dispatch_symbolic(func, args, kwargs)
         return decide(OpCall(func, args, kwargs), find_route)[1](args, kwargs)
     if run is None:
+        if is_symbolic(args, kwargs):
+            return _dispatch_symbolic(func, args, kwargs)
         run = _choose(entry, key, args, kwargs)[1]
     result = run(args, kwargs)
     if watched:
         note_writes(func, args, kwargs)
     return result
+
+
+def _dispatch_symbolic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`dispatch` of a call with symbolic sizes."""
+    with untraced():
+        args, kwargs = symbolic_arguments(args, kwargs)
+        run = _find_symbolic(func, args, kwargs)[1]
+    return run(args, kwargs)
+
+
+def _find_symbolic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:
+    entry = _entry_of(current_settings().decisions.symbolic_routes, func)[0]
+    key = hashable_key(call_key(entry, args, kwargs))
+    known = entry.routes.get(key)
+    return _choose(entry, key, args, kwargs) if known is None else (known, entry.runs[key])
 
 
 def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, dict[Any, Run]]:
@@ -134,8 +152,8 @@ def _entry_of(entries: dict[int, Any], func: Any) -> tuple[Entry, object, dict[A
 
 
 def _choose(entry: Entry, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Route, Run]:
-    # meta kernels and dry runs on the way to a route are not part of a program that is being captured
-    with cacheable() as is_final, recorders[-1].pause() if recorders else nullcontext():
+    # meta kernels and dry runs on the way to a route are not part of a program that is being captured or traced
+    with cacheable() as is_final, untraced(), recorders[-1].pause() if recorders else nullcontext():
         route, run = decide(OpCall(entry.func, args, kwargs), find_route)
     if not is_final():
         return route, run
@@ -161,8 +179,9 @@ def find_recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rec
 
 def find_route(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
     """The route of a call, from the same cache as `dispatch`; for a dry run, whose tensors have a spec only."""
-    entries = current_settings().routes
-    entry = _entry_of(entries, func)[0]
+    if is_symbolic(args, kwargs):
+        return _find_symbolic(func, *symbolic_arguments(args, kwargs))[0]
+    entry = _entry_of(current_settings().routes, func)[0]
     key = call_key(entry, args, kwargs)
     try:
         known = entry.routes.get(key)

@@ -46,6 +46,7 @@ from shardwise.comm import coord_of
 from shardwise.dispatch.dry_run import FindRoute, dry_run
 from shardwise.dispatch.fast_path import direct_run
 from shardwise.layout import Spec
+from shardwise.layout.sizes import same_sizes
 from shardwise.ops.foreach import FUSED, foreach_route, run_fused
 from shardwise.ops.inplace_view import run_inplace_view
 from shardwise.ops.random_ops import random_program
@@ -88,7 +89,7 @@ def choose_route(call: OpCall, find_route: FindRoute) -> Route:
     if (whole := largest_mesh(call)) is not None:
         return Route("sub-mesh", lambda a, k: run_on_largest_mesh(func, whole, a, k))
     if func is aten.is_same_size.default:
-        return Route("request", lambda a, k: a[0].shape == a[1].shape, ())
+        return Route("request", lambda a, k: same_sizes(a[0].shape, a[1].shape), ())
     if (
         func is aten._has_same_storage_numel.default
     ):  # forward-mode derivatives ask it of a tensor and its tangent

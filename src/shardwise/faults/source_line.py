@@ -9,13 +9,16 @@ import traceback
 from types import FrameType, TracebackType
 
 import torch
+import typing_extensions
 
 __all__ = ["line_of_error", "line_of_stack"]
 
 _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.abspath(typing_extensions.__file__),  # functions of torch that are deprecated are called there
     "<frozen ",
+    "<shardwise ",
 )
 _STANDARD = os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)

@@ -28,6 +28,7 @@ from shardwise.layout.placement import (
 from shardwise.layout.refine import Piece, Pieces, refine
 from shardwise.layout.spec import ShardOrderEntry, Spec, TensorMeta, dtype_text
 from shardwise.layout.spec_draft import SpecDraft
+from shardwise.layout.spec_pattern import SpecPattern, pattern_of
 from shardwise.layout.unit_axes import UnitPlacements, spelled, unit_placements, without_pending
 from shardwise.layout.view import view
 
@@ -48,6 +49,7 @@ __all__ = [
     "ShardOrderEntry",
     "Spec",
     "SpecDraft",
+    "SpecPattern",
     "StridedShard",
     "TensorMeta",
     "UnitPlacements",
@@ -64,6 +66,7 @@ __all__ = [
     "largest_block",
     "owned",
     "parse_layout",
+    "pattern_of",
     "refine",
     "spelled",
     "unit_placements",

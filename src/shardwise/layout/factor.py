@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from shardwise.layout.sizes import as_size
+
 __all__ = [
     "Dim",
     "Factor",
@@ -42,6 +44,12 @@ def cut(size: int, parts: Sequence[int], coord: Sequence[int]) -> tuple[int, int
     >>> [cut(5, (2, 2), (i, j)) for i in (0, 1) for j in (0, 1)]
     [(0, 2), (2, 3), (3, 4), (4, 5)]
     """
+    if type(size) is not int:  # a symbol, which is split evenly
+        block = first_block(size, parts)
+        place = 0
+        for n, c in zip(parts, coord, strict=True):
+            place = place * n + c
+        return place * block, (place + 1) * block
     low, length = 0, size
     for n, c in zip(parts, coord, strict=True):
         chunk = -(-length // n)
@@ -53,6 +61,8 @@ def cut(size: int, parts: Sequence[int], coord: Sequence[int]) -> tuple[int, int
 
 def first_block(size: int, parts: Iterable[int]) -> int:
     """The size of the first block, which is the largest."""
+    if type(size) is not int:
+        return size // math.prod(parts)
     for n in parts:
         size = -(-size // n)
     return size
@@ -64,6 +74,8 @@ def block_sizes(size: int, parts: Iterable[int]) -> set[int]:
     >>> sorted(block_sizes(7, (2, 3)))
     [0, 1, 2]
     """
+    if type(size) is not int:
+        return {as_size(first_block(size, parts))}
     sizes = {size}
     for n in parts:
         found = set()
@@ -173,7 +185,7 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
     >>> canonical([Factor(3, (0,)), Factor(4)], (2,))
     (Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
     """
-    factors = tuple(factors)
+    factors = tuple([f if type(f[0]) is int else _even(f, sizes) for f in factors])
     if len(factors) == 1 and not factors[0].axes:
         return () if factors[0].size == 1 else factors
     out = []
@@ -192,6 +204,12 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
         active = _active_axes(f, sizes)
         out[i] = Factor(f.size, f.axes[:active] + tuple(sorted(f.axes[active:])))
     return tuple(out)
+
+
+def _even(f: Factor, sizes: Sequence[int]) -> Factor:
+    """A factor of symbolic size that is split evenly; where it is not, its size becomes a number."""
+    size = as_size(f.size)
+    return Factor(int(size) if size % math.prod([sizes[a] for a in f.axes]) else size, f.axes)
 
 
 def with_idle(dims: Sequence[Dim], idle: tuple[int, ...], sizes: Sequence[int]) -> list[Dim]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, block_sizes, cut, first_block
 from shardwise.layout.layout import Layout
+from shardwise.layout.sizes import as_sizes
 
 __all__ = [
     "block_offset",
@@ -35,7 +36,8 @@ def block_shape(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
     [(2, 4), (2, 4), (1, 4), (0, 4)]
     """
     sizes = layout.axes.sizes
-    return tuple(math.prod(hi - lo for lo, hi in _ranges(dim, sizes, coord)) for dim in layout.dims)
+    shape = tuple(math.prod(hi - lo for lo, hi in _ranges(dim, sizes, coord)) for dim in layout.dims)
+    return as_sizes(shape) if layout.is_symbolic else shape
 
 
 def largest_block(layout: Layout) -> int:

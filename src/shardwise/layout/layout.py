@@ -13,6 +13,7 @@ from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, Factor, canonical
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.layout.sizes import are_symbolic, as_size, as_sizes
 from shardwise.layout.strided import without_strided
 from shardwise.layout.text import layout_text
 
@@ -33,12 +34,14 @@ class Layout(Immutable):
     [8:tp,dp]
     """
 
-    __slots__ = ("__weakref__", "_placements", "axes", "dims", "partial", "shape")
+    __slots__ = ("__weakref__", "_placements", "axes", "dims", "is_symbolic", "partial", "shape")
 
     axes: Axes
     dims: tuple[Dim, ...]
     partial: tuple[tuple[int, str], ...]
     shape: tuple[int, ...]
+    is_symbolic: bool
+    """Whether some size is a symbol, in a program that a compiler traces (see `sizes.py`)."""
     _placements: tuple[Placement, ...] | None
 
     _interned: ClassVar[WeakValueDictionary[_Key, Layout]] = WeakValueDictionary()
@@ -49,14 +52,21 @@ class Layout(Immutable):
         sizes = axes.sizes
         factors = tuple(canonical(dim, sizes) for dim in dims)
         pending = tuple(sorted((a, op) for a, op in (partial or {}).items() if sizes[a] > 1))
-        key = axes, factors, pending
-        known = cls._interned.get(key)
+        try:
+            key = axes, factors, pending
+            known = cls._interned.get(key)
+        except TypeError:  # symbols as they come from calculations
+            factors = tuple(tuple(Factor(as_size(n), on) for n, on in dim) for dim in factors)
+            key = axes, factors, pending
+            known = cls._interned.get(key)
         if known is not None:
             return known  # type: ignore[return-value]
         _check_axes(axes, factors, pending)
+        symbolic = are_symbolic(f.size for dim in factors for f in dim)
         shape = tuple(math.prod(f.size for f in dim) for dim in factors)
         new = object.__new__(cls)
-        new._set(axes=axes, dims=factors, partial=pending, shape=shape, _placements=None)
+        new._set(axes=axes, dims=factors, partial=pending, shape=as_sizes(shape) if symbolic else shape)
+        new._set(is_symbolic=symbolic, _placements=None)
         # setdefault, so that two threads that construct the same layout get the same object
         return cls._interned.setdefault(key, new)  # type: ignore[return-value]
 
@@ -116,6 +126,12 @@ class Layout(Immutable):
         drop = frozenset(axes)
         dims = [[Factor(f.size, tuple(a for a in f.axes if a not in drop)) for f in dim] for dim in self.dims]
         return Layout(self.axes, dims, {a: op for a, op in self.partial if a not in drop})
+
+    def refreshed(self) -> Layout:
+        """The layout by what is known of its symbols now: some may have become numbers, others equal."""
+        if not self.is_symbolic:
+            return self
+        return self.with_dims([[Factor(as_size(f.size), f.axes) for f in dim] for dim in self.dims])
 
     def __reduce__(self) -> tuple[object, ...]:
         return Layout, (self.axes, self.dims, dict(self.partial))
@@ -211,7 +227,7 @@ def _dim_of(size: int, d: int, axes: Axes, placements: Sequence[Placement]) -> D
 
 
 def _factor_sizes(size: int, d: int, axes: Axes, shards: Sequence[tuple[int, Shard]]) -> tuple[int, ...]:
-    options = {p.factors for _, p in shards if p.factors}
+    options = {as_sizes(p.factors) for _, p in shards if p.factors}
     if not options:
         return (size,)
     (sizes,) = options if len(options) == 1 else ((),)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from shardwise.layout.factor import Dim, Factor, atoms, merge, take
 from shardwise.layout.layout import Layout
+from shardwise.layout.sizes import cached, common_multiple
 
 __all__ = ["Piece", "Pieces", "refine"]
 
@@ -27,7 +26,7 @@ Pieces = tuple[tuple[Piece, ...], ...]
 """The pieces of each dim."""
 
 
-@lru_cache(maxsize=8192)
+@cached(8192)
 def refine(source: Layout, target: Layout) -> Pieces | None:
     """The common factors of two layouts, or None if the intersection of some blocks is not a box.
 
@@ -62,7 +61,7 @@ def _pieces(a: Sequence[Factor], b: Sequence[Factor], sizes: Sequence[int]) -> t
     if not a:
         return ()
     # A piece ends where an atom ends, on one side or on both.
-    ends = {math.lcm(x, y) for x in _ends(a) for y in _ends(b)} - {1}
+    ends = {common_multiple(x, y) for x in _ends(a) for y in _ends(b)} - {1}
     for size in sorted(ends, reverse=True):
         ours, theirs = take(a, size), take(b, size)
         if ours is None or theirs is None:

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placement, Shard, StridedShard
+from shardwise.layout.sizes import are_symbolic, as_sizes
 from shardwise.layout.unit_axes import UnitPlacements, shown_placements, spelled
 
 __all__ = ["ShardOrderEntry", "Spec", "TensorMeta", "dtype_text", "restore_spec"]
@@ -40,8 +41,10 @@ class Spec(Immutable):
     __slots__ = (
         "__weakref__",
         "dtype",
+        "is_symbolic",
         "layout",
         "mesh",
+        "pattern",  # kept by `spec_pattern.py`
         "placements",
         "shape",
         "stride",
@@ -54,6 +57,8 @@ class Spec(Immutable):
     dtype: Any
     shape: Any
     stride: tuple[int, ...] | None
+    is_symbolic: bool
+    """Whether some size or stride is a symbol, in a program that a compiler traces (see `sizes.py`)."""
     units: UnitPlacements
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
@@ -61,6 +66,8 @@ class Spec(Immutable):
     _interned: ClassVar[WeakValueDictionary[Hashable, Spec]] = WeakValueDictionary()
     live_mesh: ClassVar[Callable[[Any], Any]] = staticmethod(lambda mesh: mesh)
     """The mesh of this process for one that was restored; set where meshes are known."""
+    shape_type: ClassVar[Callable[[Any], Any]] = tuple
+    """The type of `shape`; set where torch is known."""
     of_placements: ClassVar[Callable[..., Spec]]
     """The spec of a mesh, placements, a `TensorMeta` and perhaps a `shard_order`; set where meshes are known."""
     draft: ClassVar[Callable[[Spec], Any]]
@@ -85,16 +92,25 @@ class Spec(Immutable):
         if units:
             units = spelled(layout, units)
         # `shape` equals layout.shape, in the type that users of torch expect: torch.Size
-        key = (id(mesh), layout, dtype, stride, units)
-        known = cls._interned.get(key)
+        try:
+            key = (id(mesh), layout, dtype, stride, units)
+            known = cls._interned.get(key)
+        except TypeError:  # symbols as they come from calculations
+            stride = as_sizes(stride or ())
+            key = (id(mesh), layout, dtype, stride, units)
+            known = cls._interned.get(key)
         if known is not None:
             return known
+        symbolic = layout.is_symbolic
+        if symbolic and shape is not None:
+            shape = type(shape)(layout.shape)
         new = object.__new__(cls)
         shown = list(layout.placements if units else shown_placements(layout))
         for axis, placement in units:
             shown[axis] = placement
         new._set(mesh=mesh, layout=layout, dtype=dtype, shape=shape, stride=stride, units=units)
         new._set(placements=tuple(shown), tensor_meta=TensorMeta(shape, stride, dtype))
+        new._set(is_symbolic=symbolic or are_symbolic(stride or ()))
         return cls._interned.setdefault(key, new)
 
     @property

@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import MaskPartial, Placement, Shard, StridedShard
+from shardwise.layout.sizes import are_symbolic, cached
 
 __all__ = ["UnitPlacements", "shown_placements", "spelled", "unit_placements", "without_pending"]
 
@@ -60,7 +60,7 @@ def _is_same(layout: Layout, units: UnitPlacements) -> bool:
         return False
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def spelled(layout: Layout, units: UnitPlacements) -> UnitPlacements:
     """Those of the placements that go with a layout; what a larger axis was given is forgotten where it no longer holds."""
     sizes = layout.axes.sizes
@@ -74,7 +74,7 @@ def without_pending(units: UnitPlacements) -> UnitPlacements:
     return tuple((a, p) for a, p in units if not p.is_partial())
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def shown_placements(layout: Layout) -> tuple[Placement, ...]:
     """The placements of a layout, where an axis splits an inner factor of a dim as torch writes it, if torch can.
 
@@ -90,7 +90,10 @@ def shown_placements(layout: Layout) -> tuple[Placement, ...]:
     for d, dim in enumerate(layout.dims):
         if len(dim) == 1:
             continue
-        for a, parts in _parts_before(layout, d).items():
+        before = _parts_before(layout, d)
+        if are_symbolic(before.values()):
+            return layout.placements
+        for a, parts in before.items():
             out[a] = StridedShard(d, split_factor=parts) if parts > 1 else Shard(d)
         if not _is_same(layout, tuple(enumerate(out))):
             return layout.placements

@@ -10,6 +10,7 @@ from operator import mul
 from shardwise.layout.errors import LayoutError
 from shardwise.layout.factor import Dim, Factor, atoms, cut, take, with_idle
 from shardwise.layout.layout import Layout
+from shardwise.layout.sizes import same_sizes
 from shardwise.layout.text import block_sizes_text
 
 __all__ = ["view"]
@@ -36,7 +37,7 @@ def view(layout: Layout, shape: Sequence[int]) -> Layout:
             why=f"The tensor has {math.prod(layout.shape)} elements and the shape has {math.prod(shape)}.",
             fix=f"Use a shape of {math.prod(layout.shape)} elements.",
         )
-    if shape == layout.shape:
+    if same_sizes(shape, layout.shape):
         return layout
     if 0 in shape:
         # no rank holds any element, so every layout is valid; a replicated one restricts later views the least

@@ -11,6 +11,7 @@ from shardwise.call.operands import has_dtensor
 from shardwise.tensor.construct import replicate
 from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.torch_internals.patches import KernelPatch, TransformPatch, is_batched, unwrap_transforms
+from shardwise.torch_internals.tracing import is_tracing
 
 __all__ = ["index_patches"]
 
@@ -28,7 +29,9 @@ def _one_hot(x: DTensor, num_classes: int = -1) -> Tensor:
     if not x.numel():
         if num_classes <= 0:
             raise RuntimeError("Can not infer total number of classes from empty tensor.")
-    else:
+    elif (
+        num_classes == -1 or not is_tracing()
+    ):  # compiled code does not read the values, as that of torch does not
         if int(x.min()) < 0:
             raise RuntimeError("Class values must be non-negative.")
         most = int(x.max())

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.call.schema import op_info
 from shardwise.comm import PerRank, coord_of, first_rank, is_simulated, map_ranks, members_of
 from shardwise.comm.recording import recorders
-from shardwise.layout import Layout, owned
+from shardwise.layout import Axes, Factor, Layout, owned
+from shardwise.layout.spec_pattern import open_dim, open_dims
 from shardwise.ops.traced_draws import define_numbers, traced_numbers
 from shardwise.random import (
     BlockIndices,
@@ -44,6 +46,7 @@ __all__ = [
     "fill",
     "fill_block",
     "is_off_mesh",
+    "traced_draw",
     "value_of",
 ]
 
@@ -78,11 +81,28 @@ def describe_draw(numbers: Numbers, shape: Sequence[int], cells: Sequence[Sequen
     return json.dumps({"op": numbers.op, "given": numbers.given, "shape": [*shape], "cells": dims})
 
 
+def traced_draw(mesh: DeviceMesh, numbers: Numbers, layout: Layout, block: Tensor, *read: Tensor) -> Tensor:
+    """The numbers of one draw for the block of this rank, as ops of the graph that is being traced."""
+    coord = coord_of(mesh) or ()
+    if not layout.is_symbolic:
+        return traced_numbers(mesh, describe_draw(numbers, layout.shape, owned(layout, coord)), block, read)
+    # the shape is known when the program runs: the text says how axes split it, and where the block is
+    said = {"op": numbers.op, "given": numbers.given, "axes": layout.axes.sizes, "coord": coord}
+    text = json.dumps(said | {"dims": open_dims(layout)})
+    return traced_numbers(mesh, text, block, read, layout.shape)
+
+
 @lru_cache(maxsize=4096)
-def _parse_draw(text: str) -> tuple[Numbers, BlockIndices]:
+def _parse_draw(text: str, sizes: tuple[int, ...] = ()) -> tuple[Numbers, BlockIndices]:
     said = json.loads(text)
-    cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]
     numbers = Numbers(said["op"], tuple(said["given"]), _BY_NAME[said["op"]])
+    if "dims" in said:
+        dims = [(tuple(axes), [Factor(n, tuple(on)) for n, on in inner]) for axes, inner in said["dims"]]
+        layout = Layout(
+            Axes(tuple(said["axes"])), [open_dim(n, *d) for n, d in zip(sizes, dims, strict=True)]
+        )
+        return numbers, BlockIndices(sizes, owned(layout, said["coord"]))
+    cells = [range(*c) if isinstance(c, list) else c["at"] for c in said["cells"]]
     return numbers, BlockIndices(said["shape"], cells)
 
 
@@ -90,9 +110,11 @@ _BY_NAME: dict[str, Callable[..., Tensor]] = {}
 """The distribution of each op that `Numbers` were constructed for."""
 
 
-def _numbers_at(position: Tensor, text: str, like: Tensor, read: Sequence[Tensor]) -> Tensor:
+def _numbers_at(
+    position: Tensor, text: str, like: Tensor, read: Sequence[Tensor], sizes: Sequence[int]
+) -> Tensor:
     """The numbers of a traced draw, at a position of the stream that is known when the program runs."""
-    numbers, cells = _parse_draw(text)
+    numbers, cells = _parse_draw(text, tuple(sizes))
     seed, number = position.tolist()
     block = torch.empty_like(like, memory_format=torch.contiguous_format)
     _write(block, cells, numbers, Draw(seed % 2**64, number), read)
@@ -152,10 +174,10 @@ def _trace(func: Any, x: DTensor, generate: Generate, generator: Any, others: Se
     """Have a compiler trace the draw: a position in the stream must not become a constant of the graph."""
     if generator is not None or not isinstance(generate, Numbers):
         raise needs_concrete_values(func)
-    if (coord := coord_of(x.device_mesh)) is not None:
+    if coord_of(x.device_mesh) is not None:
         read = [_matching_block(func, t, x) for t in others]
-        text = describe_draw(generate, x.shape, owned(x._spec.layout, coord))
-        x._local_tensor.copy_(traced_numbers(x.device_mesh, text, x._local_tensor, read))
+        block = x._local_tensor
+        block.copy_(traced_draw(x.device_mesh, generate, x._spec.layout, block, *read))
     return x
 
 

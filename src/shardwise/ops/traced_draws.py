@@ -35,18 +35,28 @@ _next_position = define_op(
 _numbers: list[Any] = []
 
 
-def define_numbers(run: Callable[[Tensor, str, Tensor, Sequence[Tensor]], Tensor]) -> None:
-    """Say how numbers are computed: `run(position, text, a block of the shape and dtype, blocks of parameters)`."""
+def define_numbers(run: Callable[[Tensor, str, Tensor, Sequence[Tensor], Sequence[int]], Tensor]) -> None:
+    """Say how numbers are computed: `run(position, text, a block of the shape and dtype, blocks of parameters, sizes)`."""
     _numbers.append(
         define_op(
-            "numbers(Tensor position, str text, Tensor like, Tensor[] read) -> Tensor",
+            "numbers(Tensor position, str text, Tensor like, Tensor[] read, SymInt[] sizes) -> Tensor",
             run,
-            lambda position, text, like, read: torch.empty_like(like, memory_format=torch.contiguous_format),
+            lambda position, text, like, *rest: torch.empty_like(like, memory_format=torch.contiguous_format),
         )
     )
 
 
-def traced_numbers(mesh: DeviceMesh | None, text: str, block: Tensor, read: Sequence[Tensor]) -> Tensor:
-    """The numbers of one draw for a block, as ops of the graph that is being traced."""
+def traced_numbers(
+    mesh: DeviceMesh | None, text: str, block: Tensor, read: Sequence[Tensor], sizes: Sequence[int] = ()
+) -> Tensor:
+    """The numbers of one draw for a block, as ops of the graph that is being traced.
+
+    Args:
+        mesh: the mesh whose stream is advanced.
+        text: what is drawn.
+        block: a block of the shape and dtype.
+        read: blocks of parameters.
+        sizes: those of the tensor, where the text does not say them.
+    """
     position = _next_position("" if mesh is None else name_mesh(mesh), block.device)
-    return _numbers[0](position, text, block, list(read))  # type: ignore[no-any-return]
+    return _numbers[0](position, text, block, list(read), list(sizes))  # type: ignore[no-any-return]

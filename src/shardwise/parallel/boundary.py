@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import axes_of
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Placement, Replicate, Shard
+from shardwise.layout.sizes import cached
 from shardwise.parallel.tree import map_tensors
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.graph_calls import call_in_graph, call_while_tracing
@@ -94,7 +94,7 @@ class Boundary:
 
 
 @call_while_tracing
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _lifted(boundary: Boundary, mesh: DeviceMesh) -> Boundary | None:
     name = axes_of(boundary.mesh).names[boundary.axis]
     names = axes_of(mesh).names
@@ -107,7 +107,7 @@ at_simulation_end(_lifted.cache_clear)
 
 
 @call_while_tracing
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _with_axis(layout: Layout, axis: int, placement: Placement) -> Layout:
     placements = list(layout.placements)
     placements[axis] = placement

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.layout import Layout, largest_block
+from shardwise.layout.sizes import cached, same_sizes
 from shardwise.ops.pending_gradients import is_watched, wait_in_layout, watch
 from shardwise.parallel.plain import to_plain
 from shardwise.plan import plan_redistribute
@@ -60,7 +61,7 @@ def _reduce(layout: Layout) -> Callable[[Tensor], Tensor]:
 def _settle(grad: Tensor, layout: Layout) -> Tensor:
     if not isinstance(grad, DTensor) or grad.sharding is layout or grad.is_sparse:
         return grad
-    if grad.shape != torch.Size(layout.shape):
+    if not same_sizes(grad.shape, layout.shape):
         return grad
     return grad if _may_wait(grad, layout) else grad.redistribute(placements=layout.placements)
 
@@ -90,7 +91,7 @@ def _may_wait(grad: DTensor, target: Layout) -> bool:
     return True
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _is_worth_waiting(here: Layout, target: Layout) -> bool:
     """Whether a gradient takes no more memory as it is than in its parameter's layout, and moving it there sends something."""
     return largest_block(here) <= largest_block(target) and plan_redistribute(here, target).bytes > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812 (the usual name)
 from shardwise.comm import coord_of
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Spec, contiguous_stride
+from shardwise.layout.sizes import cached
 from shardwise.tensor.dtensor import DTensor, is_simulated_tensor
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.torch_internals.autograd import has_tangent
@@ -74,7 +74,7 @@ class _Specs(NamedTuple):
     grad: Layout
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _specs(x: Spec, w: Spec, b: Spec | None) -> _Specs | None:
     """What a linear layer gives without communication in these layouts; None if it needs some."""
     rows, features, (outputs, inputs) = x.layout.dims[:-1], x.layout.dims[-1:], w.layout.dims

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from shardwise.layout import Axes
 from shardwise.plan.step import Plan, Step
+from shardwise.plan.symbolic_time import time_of
 
 __all__ = ["DEFAULT_COSTS", "CostModel"]
 
@@ -67,7 +68,10 @@ class CostModel:
         if not step.is_collective:
             return 0.0
         latency, bandwidth = self.pace(step.source.axes, step.axes)
-        return latency + step.elements * itemsize / step.source.axes.count / bandwidth
+        elements, count = step.elements, step.source.axes.count
+        if type(elements) is not int:
+            return time_of(latency, elements, itemsize / count / bandwidth)  # type: ignore[no-any-return]
+        return latency + elements * itemsize / count / bandwidth
 
     def total(self, plans: Iterable[Plan | None]) -> float:
         """The modelled time of some plans, one after the other; None stands for a tensor that stays."""

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.layout import Axes, Layout, cut
+from shardwise.layout.sizes import cached
 from shardwise.plan.step import Plan, Step
 
 __all__ = ["Exchange", "Extent", "Move", "Range", "Ranges", "chunked", "place_of", "plan_exchanges"]
@@ -36,7 +37,7 @@ class Move(NamedTuple):
     wanted: tuple[Ranges, ...]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def chunked(size: int, axes: tuple[int, ...], on: Axes) -> tuple[Range, ...]:
     """The ranges of a dim that some axes split one after the other, by their coords in row-major order.
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.layout import Layout, LayoutError, dtype_text
+from shardwise.layout.sizes import as_size
 from shardwise.plan.cost import CostModel
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.settings import current_settings
@@ -100,6 +101,11 @@ class GroupedPlan:
         """The number of collectives."""
         return sum(step.is_collective for step in self.steps)
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether some size is a symbol."""
+        return any(item.source.is_symbolic for item in self.items)
+
     @cached_property
     def last_collective(self) -> int | None:
         """The index of the last step that is a collective."""
@@ -128,10 +134,10 @@ class GroupedPlan:
     def __str__(self) -> str:
         lines = [f"{len(self.items)} tensor{'' if len(self.items) == 1 else 's'}"]
         for grouped in self.steps:
-            lines.append(f"  {grouped}   {grouped.bytes:,} B")
+            lines.append(f"  {grouped}   {as_size(grouped.bytes):,} B")
             for (tensor, step), itemsize in zip(grouped.members, grouped.itemsizes, strict=True):
                 dtype = dtype_text(self.items[tensor].dtype)
-                sent = f"   {step.elements * itemsize:,} B" if grouped.is_collective else ""
+                sent = f"   {as_size(step.elements * itemsize):,} B" if grouped.is_collective else ""
                 lines.append(f"    {dtype} {step.source} -> {step.target}{sent}")
         return "\n".join(lines)
 
@@ -158,9 +164,16 @@ def plan_redistribute_many(items: Iterable[Item]) -> GroupedPlan:
     key = (GroupedPlan, listed)
     plan = decisions.plans.get(key)
     if plan is None:
-        if len(decisions.plans) >= _MAX_PLANS:
-            decisions.plans.pop(next(iter(decisions.plans)), None)
-        plan = decisions.plans.setdefault(key, _plan(listed))
+        plans = decisions.plans
+        if any(i.source.is_symbolic or i.target.is_symbolic for i in listed):
+            plans = decisions.symbolic_plans
+            listed = tuple(
+                i._replace(source=i.source.refreshed(), target=i.target.refreshed()) for i in listed
+            )
+            key = (GroupedPlan, listed)
+        if len(plans) >= _MAX_PLANS:
+            plans.pop(next(iter(plans)), None)
+        plan = plans.get(key) or plans.setdefault(key, _plan(listed))
     return plan  # type: ignore[no-any-return]
 
 

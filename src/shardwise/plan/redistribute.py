@@ -6,6 +6,7 @@ import heapq
 import itertools
 
 from shardwise.layout import Layout, LayoutError, largest_block
+from shardwise.layout.sizes import same_sizes
 from shardwise.plan.cost import CostModel
 from shardwise.plan.edges import steps_towards
 from shardwise.plan.settings import current_settings
@@ -51,14 +52,18 @@ def plan_redistribute(
     key = (source, target, itemsize)
     plan = decisions.plans.get(key)
     if plan is None:
-        if len(decisions.plans) >= _MAX_PLANS:
-            decisions.plans.pop(next(iter(decisions.plans)), None)
-        plan = decisions.plans.setdefault(key, _search(source, target, itemsize, decisions.model))
+        plans = decisions.plans
+        if source.is_symbolic or target.is_symbolic:
+            plans, source, target = decisions.symbolic_plans, source.refreshed(), target.refreshed()
+            key = (source, target, itemsize)
+        if len(plans) >= _MAX_PLANS:
+            plans.pop(next(iter(plans)), None)
+        plan = plans.get(key) or plans.setdefault(key, _search(source, target, itemsize, decisions.model))
     return plan  # type: ignore[no-any-return]
 
 
 def _search(source: Layout, target: Layout, itemsize: int, model: CostModel) -> Plan:
-    if source.axes != target.axes or source.shape != target.shape:
+    if source.axes != target.axes or not same_sizes(source.shape, target.shape):
         raise LayoutError(
             f"{source} cannot be redistributed to {target}.",
             why=f"The first is {source.shape} on ({source.axes}), the second {target.shape} on ({target.axes}).",

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.layout.sizes import at_new_symbols
 from shardwise.plan.cost import DEFAULT_COSTS, CostModel
 
 __all__ = [
@@ -41,15 +42,23 @@ Plain = Literal["error", "check", "replicate"]
 class Decisions:
     """Caches of what was decided under one cost model: plans by their layouts, and routes by op and call.
 
-    Calls that are traced have caches of their own, so that untraced calls need no check.
+    Calls that are traced have caches of their own, so that untraced calls need no check. So have those with symbolic sizes,
+    which are forgotten sooner.
     """
 
-    __slots__ = ("model", "plans", "routes", "traced")
+    __slots__ = ("model", "plans", "routes", "symbolic_plans", "symbolic_routes", "traced")
 
     def __init__(self, model: CostModel, traced: bool) -> None:
         self.model, self.traced = model, traced
         self.plans: dict[Any, Any] = {}
         self.routes: dict[int, Any] = {}
+        self.symbolic_plans: dict[Any, Any] = {}
+        self.symbolic_routes: dict[int, Any] = {}
+
+    def forget_symbols(self) -> None:
+        """Drop what was decided for symbolic sizes."""
+        self.symbolic_plans.clear()
+        self.symbolic_routes.clear()
 
 
 _decisions: dict[tuple[CostModel, bool], Decisions] = {}
@@ -69,8 +78,17 @@ def forget_decisions(*, plans: bool = True) -> None:
         forget()
     for decisions in _decisions.values():
         decisions.routes.clear()
+        decisions.forget_symbols()
         if plans:
             decisions.plans.clear()
+
+
+def _forget_symbolic_decisions() -> None:
+    for decisions in list(_decisions.values()):
+        decisions.forget_symbols()
+
+
+at_new_symbols.append(_forget_symbolic_decisions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

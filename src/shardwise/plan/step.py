@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from shardwise.layout import Layout, block_shape
+from shardwise.layout.sizes import as_size
 from shardwise.plan.traffic import elements_kept, elements_shared
 
 __all__ = [
@@ -162,5 +163,5 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target}"]
         for step in self.steps:
-            lines.append(f"  {step}   {step.elements * self.itemsize:,} B")
+            lines.append(f"  {step}   {as_size(step.elements * self.itemsize):,} B")
         return "\n".join(lines)

@@ -26,6 +26,7 @@ from shardwise.layout import (
 from shardwise.plan.cost import CostModel
 from shardwise.plan.redistribute import plan_redistribute
 from shardwise.plan.settings import current_costs
+from shardwise.plan.symbolic_time import time_of
 from shardwise.rules import Candidate, Listed, Rule
 from shardwise.rules.rule import Letters
 
@@ -242,6 +243,9 @@ def _axis_seconds(
         return 0.0
     n = on.sizes[axis]
     latency, bandwidth = model.pace(on, (axis,))
+    if type(size) is not int:
+        share = (2 / n if here.is_partial() else 1) if there.is_replicate() else 1 / n
+        return time_of(latency, size, share * (n - 1) / bandwidth)  # type: ignore[no-any-return]
     if there.is_replicate():
         sent = 2 * size * (n - 1) / n if here.is_partial() else size * (n - 1)
     else:
@@ -335,7 +339,12 @@ def _dim_for(rule: Rule, layouts: Sequence[Layout], letter: str, on: Sequence[in
         for d in (d for d, x in enumerate(letters) if x == letter):
             dim = tuple(Factor(f.size, tuple(a for a in f.axes if a in on)) for f in layout.dims[d])
             options.append((sum(len(f.axes) for f in dim), math.prod(layout.shape), dim))
-    *_, best = max(options, key=lambda option: option[:2])
+    most = max(count for count, _, _ in options)
+    options = [option for option in options if option[0] == most]
+    if all(dim == options[0][2] for _, _, dim in options):
+        best = options[0][2]
+    else:
+        best = max(options, key=lambda option: option[1])[2]
     missing = tuple(a for a in on if all(a not in f.axes for f in best))
     if missing:
         last = best[-1] if best else Factor(1)

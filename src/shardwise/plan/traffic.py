@@ -60,6 +60,8 @@ def _shared(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
         return math.prod(piece.size for piece in pieces)
     if len(pieces) == 1 and pieces[0].source == pieces[0].target:
         return pieces[0].size
+    if any(type(piece.size) is not int for piece in pieces):
+        return _shared_symbolic(pieces, sizes)
     overlaps = []
     for size, source, target in pieces:
         low_a, high_a = _ranges(size, source, axes, sizes)
@@ -67,6 +69,20 @@ def _shared(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
         overlaps.append(np.maximum(np.minimum(high_a, high_b) - np.maximum(low_a, low_b), 0))
     counts = np.broadcast_to(reduce(np.multiply, overlaps), tuple(sizes[a] for a in axes))
     return int(counts.sum())
+
+
+def _shared_symbolic(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
+    """`_shared` of pieces of symbolic sizes: these are split evenly, so the count is proportional to the size."""
+    times: int = 1
+    fixed = []
+    for piece in pieces:
+        size = piece.size
+        if type(size) is not int:
+            parts = [math.prod(sizes[a] for a in side) for side in (piece.source, piece.target)]
+            unit = math.lcm(*parts)
+            times, size = times * (size // unit), unit
+        fixed.append(Piece(size, piece.source, piece.target))
+    return times * _shared(fixed, sizes)
 
 
 def _ranges(

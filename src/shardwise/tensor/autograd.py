@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from shardwise.comm import PerRank, detached, is_sparse, members_of
 from shardwise.comm.run import run
 from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, Spec, block_shape, contiguous_stride, global_stride, without_pending
+from shardwise.layout.sizes import as_sizes, cached
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.construct import from_block, stride_of
 from shardwise.tensor.dtensor import DTensor
@@ -74,6 +74,8 @@ class ToLocal(torch.autograd.Function):
         grads = tuple(g.contiguous() if not is_sparse(g) and 0 in g.stride() else g for g in grads)
         given = grads[0]
         stride = stride_of(given)
+        if spec.is_symbolic and stride is not None:
+            stride = as_sizes(stride)
         grad_spec = _gradient_spec(spec, layout, given.dtype, stride)
         if observers:
             observers[-1].claim(join_blocks(ctx.ranks, grads), grad_spec, "the gradient of a to_local")
@@ -82,7 +84,7 @@ class ToLocal(torch.autograd.Function):
         return FromLocal.apply(grad_spec, None, ctx.ranks, *grads), None  # type: ignore[no-untyped-call]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _gradient_spec(spec: Spec, layout: Layout, dtype: torch.dtype, stride: tuple[int, ...] | None) -> Spec:
     """The spec of a gradient in a layout, whose blocks have these strides; None for sparse ones."""
     shape = spec.shape
@@ -98,7 +100,7 @@ def _zero_grad(spec: Spec, rank: int) -> Tensor:
     return torch.zeros(block_shape(spec.layout, members_of(spec.mesh)[rank]), dtype=spec.dtype)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _implied_gradient(layout: Layout) -> tuple[Layout, int]:
     """The layout of the blocks' gradient if none is given, and the factor to multiply it by."""
     ops = dict(layout.partial)

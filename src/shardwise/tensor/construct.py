@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwise.layout import (
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.sparse_tensor import SparseDTensor
 from shardwise.torch_internals.subclass import mark_parameter
+from shardwise.torch_internals.symbolic_sizes import is_symbolic_number
 
 __all__ = [
     "empty_like_block",
@@ -93,7 +95,7 @@ def size_of(size: tuple[Any, ...]) -> tuple[int, ...]:
     """
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
-    return tuple(index(n) for n in size)
+    return tuple(n if is_symbolic_number(n) else index(n) for n in size)
 
 
 def layout_for(
@@ -127,6 +129,27 @@ def layout_for(
     return layout
 
 
+class _LazyIndices(Sequence[Sequence[int]]):
+    """The indices that a coord owns, computed at first use: where they are, symbolic sizes become numbers."""
+
+    def __init__(self, layout: Layout, coord: Sequence[int]) -> None:
+        self._layout, self._coord = layout, coord
+
+    @cached_property
+    def _owned(self) -> tuple[Sequence[int], ...]:
+        return owned(self._layout, self._coord)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._owned[i]
+
+    def __len__(self) -> int:
+        return self._layout.ndim
+
+
+def _indices(layout: Layout, coord: Sequence[int]) -> Sequence[Sequence[int]]:
+    return _LazyIndices(layout, coord) if layout.is_symbolic else owned(layout, coord)
+
+
 def from_function(
     layout: Layout,
     values: Callable[[tuple[int, ...], Sequence[Sequence[int]]], Tensor],
@@ -141,7 +164,7 @@ def from_function(
     """
     mesh = current_mesh(mesh, "a factory")
     with torch.device(mesh.device_type):
-        block = on_mesh(mesh, lambda coord: values(block_shape(layout, coord), owned(layout, coord)))
+        block = on_mesh(mesh, lambda coord: values(block_shape(layout, coord), _indices(layout, coord)))
         if block is None:
             block = torch.empty(0, dtype=dtype)
     size = torch.Size(layout.shape)

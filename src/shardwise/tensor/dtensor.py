@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, axes_of
-from shardwise.layout import Layout, Placement, Spec
+from shardwise.layout import Layout, Placement, Spec, SpecPattern, pattern_of
 from shardwise.tensor.checkpoint_methods import CheckpointMethods
 from shardwise.tensor.copy_methods import CopyMethods
 from shardwise.tensor.gradient_methods import GradientMethods
@@ -50,6 +50,7 @@ class Implementation:
     index_of: Callable[[DTensor, Any], Any]
     rebuild: Callable[..., DTensor]
     stable_hash: Callable[[DTensor], str]
+    related_spec: Callable[[Tensor, Spec], Spec]
 
 
 implementation = Implementation()
@@ -291,14 +292,17 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, Gradi
         mesh = f"{self.device_mesh.device_type} mesh ({axes_of(self.device_mesh)})"
         return f"DTensor({self._spec} on {mesh}, local_tensor={self._local_tensor!r}{grad})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
-        return ["_local_tensor"], (self._spec, self.requires_grad)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[SpecPattern, bool]]:
+        return ["_local_tensor"], (pattern_of(self._spec), self.requires_grad)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[Spec, bool], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[SpecPattern, bool], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        spec, requires_grad = context
+        pattern, requires_grad = context
+        spec = pattern.at(outer_size, outer_stride)
+        if spec.is_symbolic:
+            spec = implementation.related_spec(inner["_local_tensor"], spec)
         return cls(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
@@ -309,12 +313,12 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, Gradi
         return implementation.to_layout(self, self._spec.layout.with_partial({}))
 
     def __coerce_same_metadata_as_tangent__(
-        self, metadata: tuple[Spec, bool], expected_type: type | None = None
+        self, metadata: tuple[SpecPattern, bool], expected_type: type | None = None
     ) -> DTensor | None:
         """The gradient in the layout that compiled code expects; None where it expects a plain tensor."""
         if expected_type is not None and not issubclass(expected_type, DTensor):
             return None
-        out = implementation.to_layout(self, metadata[0].layout)
+        out = implementation.to_layout(self, metadata[0].layout(self.shape))
         units = metadata[0].units
         return out if out._spec.units == units else DTensor(out._local_tensor, out._spec.with_units(units))
 

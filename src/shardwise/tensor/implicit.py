@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.run import run
 from shardwise.layout import Layout, contiguous_stride
+from shardwise.layout.sizes import as_size
 from shardwise.plan import Plan, plan_redistribute
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.abstract_tensor import AbstractTensor
@@ -77,7 +78,7 @@ def announce(op: Any, nbytes: int, why: str, fix: str = "Redistribute the operan
     how = current_settings().implicit
     if how == "allow" or _approved.get():
         return
-    does = f"communicate {nbytes:,} B" if nbytes or how != "strict" else "move an operand"
+    does = f"communicate {as_size(nbytes):,} B" if nbytes or how != "strict" else "move an operand"
     error = CommunicationError(
         f"Implicit redistribution: {op} would {does}.",
         why=why,

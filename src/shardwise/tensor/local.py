@@ -36,12 +36,14 @@ from shardwise.layout import (
     global_stride,
     unit_placements,
 )
+from shardwise.layout.sizes import are_symbolic
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.autograd import FromLocal, ToLocal, join_blocks
 from shardwise.tensor.consistency import checked_shape
 from shardwise.tensor.construct import empty_like_block, from_block
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.observe import observers
+from shardwise.tensor.recorded_calls import record_local, recorder_of
 from shardwise.tensor.sparse_tensor import check_replicated
 from shardwise.torch_internals.subclass import is_parameter, mark_parameter, storage_id, view_base
 
@@ -92,7 +94,10 @@ def from_local(
     else:
         known = tuple([None if x is None else tuple(x) for x in given])
         key = (known, local.shape, local.stride(), local.dtype, local.device)
-        spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
+        try:
+            spec = _specs.get(mesh, key, lambda: _spec(local, mesh, placements, False, shape, stride))
+        except TypeError:  # symbolic sizes
+            spec = _spec(local, mesh, placements, False, shape, stride)
     grads = None if grad_placements is None else _grads_layout(spec.layout, grad_placements, "from_local")
     if observers and (simulated or coord_of(mesh) is not None):
         observers[-1].claim(local, spec, "from_local")
@@ -209,8 +214,10 @@ def _layout(
     if run_check and mesh.size() > 1:
         shape = checked_shape(local, mesh, placements, shape)
     if shape is None:
-        first = first_rank(local)
-        shape = global_shape(Layout.of(first.shape, axes, placements), first.shape)
+        here = first_rank(local).shape
+        # only the axes of this layout count; of symbols, those of a size that can be split
+        some = [n * axes.count for n in here] if are_symbolic(here) else here
+        shape = global_shape(Layout.of(some, axes, placements), here)
     layout = Layout.of(shape, axes, placements)
     if isinstance(local, PerRank):
         blocks = local._blocks
@@ -256,6 +263,8 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         unfinished = x.unfinished_block()
         if unfinished is not None:
             return unfinished
+    if (mode := recorder_of(x)) is not None:
+        return record_local(mode, x)  # type: ignore[no-any-return]
     _share_versions(x)
     local = x._local_tensor
     result = local

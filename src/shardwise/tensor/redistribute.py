@@ -8,7 +8,6 @@ of the same functions, so it can be differentiated again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,11 +26,13 @@ from shardwise.layout import (
     unit_placements,
     without_pending,
 )
+from shardwise.layout.sizes import cached
 from shardwise.plan import plan_redistribute
 from shardwise.tensor.async_tensor import AsyncDTensor
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.errors import MeshError
 from shardwise.tensor.inference import note_inference_mode
+from shardwise.tensor.recorded_calls import record_move, recorder_of
 from shardwise.tensor.sparse_tensor import redistribute_sparse
 from shardwise.torch_internals.autograd import has_tangent
 from shardwise.torch_internals.autograd_function import applied_directly
@@ -101,7 +102,7 @@ def _check_target(
     return listed, tuple(axes.items())
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _target(
     layout: Layout,
     current: UnitPlacements,
@@ -120,13 +121,13 @@ def _target(
     return target, unit_placements(target, placements)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def grad_layout(layout: Layout) -> Layout:
     """The layout of a gradient: it has no pending reductions."""
     return layout.with_partial({})
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def returned_layout(source: Layout, target: Layout, grad: Layout) -> Layout:
     """The layout in which a gradient returns to the source of a redistribution to a target.
 
@@ -149,7 +150,7 @@ def to_layout(x: DTensor, target: Layout) -> DTensor:
     return new_dtensor(DTensor, local, _moved_spec(spec, target, spec.dtype, spec.units), False)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _moved_spec(spec: Spec, target: Layout, dtype: torch.dtype, units: UnitPlacements) -> Spec:
     """The spec of a tensor after it moved. Cached, because specs are interned only while something refers to them."""
     return Spec(spec.mesh, target, dtype, spec.shape, contiguous_stride(target.shape), units)
@@ -163,6 +164,8 @@ def move(x: DTensor, target: Layout, units: UnitPlacements, async_op: bool, dtyp
     spec = x._spec
     if spec.stride is None:
         return redistribute_sparse(x, target, dtype)
+    if (mode := recorder_of(x)) is not None:
+        return record_move(mode, move, x, target, units, dtype)
     local = x._local_tensor
     if dtype is not spec.dtype:
         local = local.to(dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.torch_internals.graph_values import describe_constant, package_digest
 from shardwise.torch_internals.module_fixer import after_import
+from shardwise.torch_internals.subclass import is_parameter
 
 __all__ = [
     "ScopedState",
@@ -49,7 +51,8 @@ _while_tracing: list[Any] = []
 _effects: set[Any] = set()
 _states: list[ScopedState] = []
 _usual_states: list[str] = []
-_by_metadata: list[type] = []
+MetadataCheck = Callable[[Any, list[int | None], list[int | None]], Callable[[Any], bool]]
+_by_metadata: dict[type, MetadataCheck] = {}
 
 
 class _Slot:
@@ -100,7 +103,8 @@ def call_in_graph(function: _F, *, changes_state: bool = False) -> _F:
 def call_while_tracing(function: _F) -> _F:
     """Have `torch.compile` call a function itself, once, while it traces; its result is a constant of the graph.
 
-    For functions without tensors that answer a question, or prepare something that outlives the call.
+    For functions that answer a question, or prepare something that outlives the call. Of tensors they may read what is known
+    without their values, such as the layout; symbolic numbers among the arguments become values.
 
     >>> call_while_tracing(len)([1, 2])
     2
@@ -196,6 +200,7 @@ def _register(dynamo: Any, function: Callable[..., Any], handler: Any) -> None:
 
 def _register_all(dynamo: ModuleType) -> None:
     _guard_less(dynamo)
+    _keep_parameters_static(dynamo)
     torch.fx.node.has_side_effect(run_in_graph)
     for function in _in_graph:
         _register(dynamo, function, _handle)
@@ -203,15 +208,38 @@ def _register_all(dynamo: ModuleType) -> None:
         _register(dynamo, function, _handle_constant)
 
 
-def guard_by_metadata(cls: type) -> None:
-    """Have the guards on a tensor of a class be those on its type, on what `__tensor_flatten__` says and on its parts.
+def _keep_parameters_static(dynamo: Any) -> None:
+    """Have the sizes of parameters that are tensors of our classes be constants, as those of `nn.Parameter` are."""
+    builder = dynamo.variables.builder
+    original = builder.tensor_always_has_static_shape
+
+    def has_static_shape(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            type(tensor) in _by_metadata
+            and is_parameter(tensor)
+            and dynamo.config.force_parameter_static_shapes
+        ):
+            return True, dynamo.utils.TensorStaticReason.PARAMETER
+        return original(tensor, *args, **kwargs)
+
+    builder.tensor_always_has_static_shape = has_static_shape
+
+
+def guard_by_metadata(cls: type, check: MetadataCheck) -> None:
+    """Have the guards on a tensor of a class be those on its type, on its metadata and on its parts.
 
     They imply the others, which torch installs because it does not know what the class says of itself.
+
+    Args:
+        cls: the class.
+        check: from a tensor, its sizes and its strides, with None where they are symbols in the compiled code, to a function
+            that says of another tensor whether the code is for it, too. What it says of symbols is checked elsewhere.
     """
-    _by_metadata.append(cls)
+    _by_metadata[cls] = check
 
 
 def _guard_less(dynamo: Any) -> None:
+    _replace_metadata_guard(dynamo.guards)
     builder = dynamo.variables.builder.VariableBuilder
     original = builder.install_guards
 
@@ -222,6 +250,27 @@ def _guard_less(dynamo: Any) -> None:
         return original(self, *kept)
 
     builder.install_guards = install_guards
+
+
+def _replace_metadata_guard(guards: Any) -> None:
+    """Have the guard on the metadata of a subclass be the check that the class has."""
+    builder = guards.GuardBuilder
+    original = builder.TENSOR_SUBCLASS_METADATA_MATCH
+
+    @wraps(original)
+    def match(self: Any, guard: Any) -> None:
+        value = self.get(guard)
+        make = _by_metadata.get(type(value))
+        if make is None:
+            original(self, guard)
+            return
+        known = self.check_fn_manager.output_graph.input_source_to_sizes_strides[guard.originating_source]
+        size, stride = (guards.convert_to_concrete_values(known[k]) for k in ("size", "stride"))
+        parts = guards.get_verbose_code_parts(f"{type(value).__name__} of {size}, {stride}", guard)
+        check = make(value, size, stride)
+        self.get_guard_manager(guard).add_lambda_guard(check, parts, guard.user_stack)
+
+    builder.TENSOR_SUBCLASS_METADATA_MATCH = match
 
 
 def _is_implied(guard: Any) -> bool:
@@ -244,21 +293,26 @@ def _handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _handle_constant(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """What dynamo does at a call of a function that is called while tracing."""
-    call, tensors = _call_of(variable.value, args, kwargs)
+    call, tensors = _call_of(variable.value, args, kwargs, _value_of)
     _watch_state(tx)
-    if tensors:
-        raise TypeError(
-            f"{call.function.__qualname__} is called while tracing, and got a tensor without values"
-        )
-    result = call.function(*call.args, **call.kwargs)
+    known = tuple(t.as_proxy().node.meta["example_value"] for t in tensors)
+    filled, named = _fill((call.args, call.kwargs), known)
+    result = call.function(*filled, **named)
     return torch._dynamo.variables.builder.SourcelessBuilder.create(tx, result)
 
 
-def _call_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Any]]:
-    """A call with its constants, and the variables of its tensors."""
+def _value_of(variable: Any) -> Any:
+    """The value of a symbolic number, on which the compiled code then depends."""
+    return variable.evaluate_expr()
+
+
+def _call_of(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: Callable[[Any], Any] | None = None
+) -> tuple[_Call, list[Any]]:
+    """A call with its constants, and the variables of its tensors; symbolic numbers count as tensors, or become `number`."""
     tensors: list[Any] = []
-    frozen = tuple(_freeze(a, tensors) for a in args)
-    return _Call(function, frozen, {k: _freeze(v, tensors) for k, v in kwargs.items()}), tensors
+    frozen = tuple(_freeze(a, tensors, number) for a in args)
+    return _Call(function, frozen, {k: _freeze(v, tensors, number) for k, v in kwargs.items()}), tensors
 
 
 def _watch_state(tx: Any) -> None:
@@ -279,11 +333,13 @@ def read_state() -> tuple[Any, ...]:
     return tuple([state.read() for state in _states])
 
 
-def _freeze(variable: Any, tensors: list[Any]) -> Any:
+def _freeze(variable: Any, tensors: list[Any], number: Callable[[Any], Any] | None) -> Any:
     """An argument as dynamo knows it, as a constant with places for tensors."""
     guards: Any = torch._dynamo.guards
     known: Any = torch._dynamo.variables
     variable = variable.realize()
+    if number is not None and isinstance(variable, known.SymNodeVariable):
+        return number(variable)
     if isinstance(variable, known.TensorVariable | known.SymNodeVariable):
         tensors.append(variable)
         return _Slot(len(tensors) - 1)
@@ -292,10 +348,10 @@ def _freeze(variable: Any, tensors: list[Any]) -> Any:
         tuple,
         torch.Size,
     ):
-        items = [_freeze(v, tensors) for v in variable.items]
+        items = [_freeze(v, tensors, number) for v in variable.items]
         return items if variable.python_type() is list else tuple(items)
     if isinstance(variable, known.ConstDictVariable):
-        return {k.vt.as_python_constant(): _freeze(v, tensors) for k, v in variable.items.items()}
+        return {k.vt.as_python_constant(): _freeze(v, tensors, number) for k, v in variable.items.items()}
     if (
         type(variable) is known.UserDefinedObjectVariable
         or isinstance(variable, known.UnspecializedNNModuleVariable | known.NNModuleVariable)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils import _pytree
 
-__all__ = ["flatten", "tree_flatten", "tree_unflatten", "without_symbols"]
+__all__ = ["flatten", "tree_flatten", "tree_unflatten"]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -35,29 +34,3 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     """The nested structure of `tree_flatten` with other leaves."""
     return _pytree.tree_unflatten(list(leaves), structure)
-
-
-def without_symbols(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments with the values of symbolic numbers, on which the compiled code then depends; None if there are none.
-
-    >>> without_symbols((1, [2]), {}) is None
-    True
-    """
-    found: list[Any] = []
-
-    def value(x: Any) -> Any:
-        if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
-            found.append(x)
-            return (
-                int(x)
-                if isinstance(x, torch.SymInt)
-                else float(x)
-                if isinstance(x, torch.SymFloat)
-                else bool(x)
-            )
-        return x
-
-    out = _pytree.tree_map(value, (args, kwargs))
-    return out if found else None

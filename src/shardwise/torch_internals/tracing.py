@@ -11,7 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Proxy
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    has_proxy_slot,
+    track_tensor_tree,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -24,9 +30,13 @@ __all__ = [
     "is_tracing",
     "needs_concrete_values",
     "never_compile",
+    "proxy_mode",
+    "record_call",
     "record_constants",
 ]
 
+proxy_mode = get_proxy_mode
+"""The mode of `make_fx` or of a compiler that records ops into a graph, or None."""
 TRACED_CALL = "torch.fx.experimental.proxy_tensor.proxy_call"
 """The function that `make_fx` calls for each op: `proxy_call(mode, op, pre_dispatch, args, kwargs)`."""
 
@@ -123,3 +133,19 @@ def record_constants(mode: Any, tensors: Sequence[Any]) -> None:
         if not has_proxy_slot(t, tracer):
             node = tracer.create_arg(t)
             track_tensor_tree(t, Proxy(node, tracer), constant=None, tracer=tracer)
+
+
+def record_call(mode: Any, function: Callable[[Any], Any], x: Tensor) -> Any:
+    """Run a function of a tensor that a graph has as a whole, and have the graph call it, instead of the ops that it runs.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> graph = make_fx(lambda x: record_call(get_proxy_mode(), torch.sin, x))(torch.ones(2))
+    >>> [node.target for node in graph.graph.nodes if node.op == "call_function"] == [torch.sin]
+    True
+    """
+    tracer = mode.tracer
+    with disable_proxy_modes_tracing():
+        out = function(x)
+        slot: Any = get_proxy_slot(x, tracer)
+        proxy = tracer.create_proxy("call_function", function, (slot.proxy,), {})
+        return track_tensor_tree(out, proxy, constant=None, tracer=tracer)

@@ -38,7 +38,7 @@ def _attention(
         if call.args.get("dropout_p") or call.args.get("return_debug_mask") or _is_ragged(call):
             return None
         shapes = {n: call.shapes[v.number] for n, v in call.args.items() if isinstance(v, Slot)}
-        if any(len(shapes[n]) != 4 for n in _QKV) or len({shapes[n][0] for n in _QKV}) > 1:
+        if any(len(shapes[n]) != 4 for n in _QKV) or any(shapes[n][0] != shapes[_QKV[0]][0] for n in _QKV):
             return None
         fixed = set() if queries and not call.args.get("is_causal") else {"s"}
         sizes = {x: {n} for x, n in zip(names["query"].split(), shapes["query"], strict=True) if x != "!"}

@@ -32,7 +32,8 @@ def pointwise(
 
     `monotone` is a key of `_MONOTONE`; `jointly` are reductions that pass if all tensors have them, `singly` those that pass
     from one tensor beside others without. All of them hold only `when` a condition, given as text and function, is true.
-    `runs` is the op that runs on the blocks in place of this one.
+    `runs` is the op that runs on the blocks in place of this one. A tensor of shape (0,) beside others is not used: on
+    some devices an op has no buffer.
     """
     local = Local(((runs, (Slot(0),), {}),)) if runs else None
 
@@ -41,15 +42,25 @@ def pointwise(
         ndim = max(map(len, call.outputs), default=0)
         if any(len(s) > ndim for s in call.shapes):
             return None
-        letters = broadcast_letters([*call.shapes, *call.outputs])
+        unused = [
+            s == (0,) and not any(0 in o for o in call.outputs[:1]) for s in (*call.shapes, *call.outputs)
+        ]
+        shapes = [() if skip else s for s, skip in zip((*call.shapes, *call.outputs), unused, strict=True)]
+        letters = broadcast_letters(shapes)
+        letters = [(None,) if skip else x for x, skip in zip(letters, unused, strict=True)]
+        count = len(call.shapes)
         return Rule(
-            inputs=tuple(letters[: len(call.shapes)]),
-            outputs=tuple(dim_letters(ndim)[ndim - len(s) :] for s in call.outputs),
+            inputs=tuple(letters[:count]),
+            outputs=tuple(
+                (None,) if skip else dim_letters(ndim)[ndim - len(s) :]
+                for s, skip in zip(call.outputs, unused[count:], strict=True)
+            ),
             linear=groups_of(call, linear) if passes else (),
             monotone=_MONOTONE[monotone] if passes and _has_order(call, monotone) else {},
             jointly=frozenset(jointly) if passes else frozenset(),
             singly=frozenset(singly) if passes else frozenset(),
             local=(lambda call, place: local) if runs else None,
+            alike=frozenset(i for i, skip in enumerate(unused[count:]) if skip),
         )
 
     text = "pointwise" + ("" if monotone == "passes any reduction" else linear_text(linear))

@@ -1,0 +1,141 @@
+"""Symbolic sizes of `torch.compile`: as parts of interned values, and as numbers."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+
+from shardwise.layout.sizes import forget_symbols
+from shardwise.torch_internals.late_numbers import becomes_number
+
+__all__ = [
+    "SizeNode",
+    "SymbolicSize",
+    "is_symbolic_number",
+    "sign_of",
+    "symbolic_size",
+    "terms_of",
+    "untraced",
+    "value_of_symbol",
+]
+
+_interned: WeakValueDictionary[tuple[int, Any], SymbolicSize] = WeakValueDictionary()
+_current: list[Any] = [lambda: None]  # a weak reference to what the last symbols belong to
+_PRECISION = 1 << 40
+
+
+class SizeNode(SymNode):
+    """The node of a `SymbolicSize`, which is in use in all graphs of a compilation."""
+
+
+class SymbolicSize(torch.SymInt):
+    """A symbolic size that can be hashed. There is one object for each expression of a compilation."""
+
+    def __init__(self, node: Any, key: Any) -> None:
+        super().__init__(node)  # type: ignore[no-untyped-call]
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __format__(self, form: str) -> str:
+        return str(self)
+
+    def __deepcopy__(self, memo: object) -> SymbolicSize:
+        return self
+
+
+def symbolic_size(size: Any) -> Any:
+    """A symbolic size as `SymbolicSize`, by what the compiler knows of it now; the number, if that is known.
+
+    >>> symbolic_size(2)
+    2
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    node = size.node
+    known = node.maybe_as_int()
+    if known is not None:
+        return known
+    expression = node.expr
+    if becomes_number(expression):
+        return int(size)
+    env = node.shape_env
+    if _current[0]() is not env:
+        _current[0] = ref(env)
+        forget_symbols()
+    key = (id(env), expression)
+    found = _interned.get(key)
+    if found is None:
+        own = SizeNode(expression, env, int, node._hint, None, node.fx_node)
+        found = _interned.setdefault(key, SymbolicSize(own, key))
+    return found
+
+
+def is_symbolic_number(x: object) -> bool:
+    """Whether something is a symbol of any kind.
+
+    >>> is_symbolic_number(2)
+    False
+    """
+    return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def value_of_symbol(x: Any) -> Any:
+    """The value of a symbol that is not a whole number, on which the compiled code then depends.
+
+    >>> value_of_symbol(2)
+    2
+    """
+    if isinstance(x, torch.SymFloat):
+        return float(x)
+    return bool(x) if isinstance(x, torch.SymBool) else x
+
+
+def terms_of(size: Any) -> dict[Any, int]:
+    """A size as a sum of products of symbols, each of which is at least 1: from products to coefficients; 1 for the constant.
+
+    >>> terms_of(6)
+    {1: 6}
+    """
+    if not isinstance(size, torch.SymInt):
+        return {1: int(size)}
+    return dict(size.node.expr.expand().as_coefficients_dict())
+
+
+def sign_of(terms: dict[Any, float]) -> int:
+    """The sign of a sum of products of symbols with these coefficients, for the sizes at hand; compiled code checks it.
+
+    >>> sign_of({1: -2.5})
+    -1
+    """
+    evaluate = getattr(_current[0](), "evaluate_expr", bool)
+    products = [k for k, c in terms.items() if k != 1 and c]
+    total: Any
+    # whole numbers, which the compiler can reason about
+    if len(products) == 1:
+        (product,) = products
+        scale = 1 if terms[product] > 0 else -1
+        bound = -terms.get(1, 0.0) / terms[product]
+        if bound != int(bound):
+            return scale if evaluate(product > math.floor(bound)) else -scale
+        total = scale * (product - int(bound))
+    else:
+        largest = max(map(abs, terms.values()))
+        total = sum(round(c / largest * _PRECISION) * k for k, c in terms.items())
+    return 1 if evaluate(total > 0) else -1 if evaluate(total < 0) else 0
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """A block in which calculations with symbols are not recorded into a graph; their results may be used in it.
+
+    >>> with untraced():
+    ...     pass
+    """
+    return nullcontext() if get_proxy_mode() is None else disable_proxy_modes_tracing()
