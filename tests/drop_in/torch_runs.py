@@ -300,8 +300,8 @@ def tensors() -> list[str]:
 
 
 def compiled() -> dict[str, float]:
-    """`torch.compile` of a function of DTensors: the greatest difference of results and gradients from eager."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    """`torch.compile` of functions of DTensors and of blocks: the greatest difference of results and gradients from eager."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -318,4 +318,15 @@ def compiled() -> dict[str, float]:
     y.sum().backward()
     out["result"] = (_full(y) - function(full)).abs().max().item()
     out["gradient"] = (_full(x.grad) - dense.grad).abs().max().item()
+
+    def of_blocks(block: Tensor) -> Tensor:
+        return (
+            DTensor.from_local(block, mesh, [Shard(0)])
+            .redistribute(placements=[Replicate()])
+            .to_local()
+            .sin()
+        )
+
+    y = torch.compile(of_blocks, backend="aot_eager", fullgraph=True)(full)
+    out["blocks"] = (y - of_blocks(full)).abs().max().item()
     return out

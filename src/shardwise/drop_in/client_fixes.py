@@ -24,7 +24,12 @@ from shardwise.layout import Placement, Replicate, Shard
 from shardwise.parallel.data.api import fully_shard
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import policy
-from shardwise.torch_internals.dtensor_class import DYNAMO_BUILDER, without_dtensor
+from shardwise.torch_internals.dtensor_class import (
+    DYNAMO_BUILDER,
+    DYNAMO_RULES,
+    inline_from_local,
+    without_dtensor,
+)
 from shardwise.torch_internals.fsdp_division import (
     FSDP_COLLECTIVES,
     FSDP_FUNCTIONS,
@@ -237,6 +242,7 @@ FIXES: dict[str, dict[str, Callable[[Any], Any]]] = {
     FSDP_PARAMETERS: {"FSDPParam.__init__": _refuse_simulation},
     FSDP_FUNCTIONS: {"fully_shard": _ours_in_simulation},
     DYNAMO_BUILDER: {"torch": without_dtensor},
+    DYNAMO_RULES: {"manual_torch_name_rule_map": inline_from_local},
     FSDP_COLLECTIVES: {"_get_gradient_divide_factors": divide_once},
 }
 """By module, the objects that are replaced and the functions that make their replacements."""

@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["DYNAMO_BUILDER", "PACKAGE", "occupy_dtensor_class", "without_dtensor"]
+__all__ = [
+    "DYNAMO_BUILDER",
+    "DYNAMO_RULES",
+    "PACKAGE",
+    "inline_from_local",
+    "occupy_dtensor_class",
+    "without_dtensor",
+]
 
 PACKAGE = "torch.distributed.tensor"
 """The package of torch that has the class."""
 DYNAMO_BUILDER = "torch._dynamo.variables.builder"
 """The module of `torch.compile` that tells torch's DTensor from other subclasses, as `torch.distributed.tensor.DTensor`."""
+
+DYNAMO_RULES = "torch._dynamo.trace_rules"
+"""The module of `torch.compile` that lists functions that are not traced into, `DTensor.from_local` among them."""
 
 
 class _Nobody(torch.Tensor):
@@ -66,3 +76,9 @@ def without_dtensor(torch_module: ModuleType) -> ModuleType:
     tensor = ModuleType(PACKAGE)
     tensor.DTensor = _Nobody  # type: ignore[attr-defined]
     return _Instead(torch_module, distributed=_Instead(torch_module.distributed, tensor=tensor))
+
+
+def inline_from_local(rules: dict[str, Any]) -> dict[str, Any]:
+    """The functions that `torch.compile` does not trace into, without `DTensor.from_local`: ours is traced, as without `install()`."""
+    rules.pop(f"{PACKAGE}._api.DTensor#from_local", None)  # in place: another list has the table
+    return rules
