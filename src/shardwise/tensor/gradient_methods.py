@@ -31,6 +31,8 @@ def is_known_gradient(grad: Tensor) -> bool:
 class GradientMethods:
     """The attribute `grad`."""
 
+    __slots__ = ()
+
     @property
     def grad(self) -> Tensor | None:
         """The gradient; None before the first backward pass."""
