@@ -43,8 +43,9 @@ def settle_gradients(params: Iterable[Any]) -> None:
     If implicit communication is not allowed, only those of parameters that are watched, for which the program has asked for it: ops
     that read the others then raise or warn.
     """
-    allowed = current_settings().implicit == "allow"
-    waiting = {id(p): p for p in params if _is_unsettled(p) and (allowed or is_watched(p))}
+    waiting = {id(p): p for p in params if isinstance(p, DTensor) and _is_unsettled(p)}
+    if waiting and current_settings().implicit != "allow":
+        waiting = {i: p for i, p in waiting.items() if is_watched(p)}
     for some in _buckets(list(waiting.values())):
         grads: list[Any] = [gradient_of(p) for p in some]
         with torch.no_grad():
@@ -76,14 +77,12 @@ def is_watched(p: Tensor) -> bool:
     return getattr(p, _WATCHED, None) == id(p)
 
 
-def _is_unsettled(p: Any) -> bool:
-    if not isinstance(p, DTensor):
+def _is_unsettled(p: DTensor) -> bool:
+    grad: Any = gradient_of(p)
+    if grad is None or not isinstance(grad, DTensor) or grad._spec.layout is p._spec.layout:
         return False
-    grad = gradient_of(p)
     return (
-        isinstance(grad, DTensor)
-        and grad.sharding is not p.sharding
-        and not grad.requires_grad  # the graph of a second derivative goes through it
+        not grad.requires_grad  # the graph of a second derivative goes through it
         and not grad.is_sparse
         and grad.device_mesh == p.device_mesh
         and grad.shape == p.shape

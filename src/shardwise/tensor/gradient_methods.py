@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ __all__ = ["GradientMethods", "gradient_of", "is_known_gradient", "set_gradient"
 
 _KNOWN = "_shardwise_known"
 _grad: Any = torch.Tensor.grad
+_get = _grad.__get__
 
 
-def gradient_of(x: Tensor) -> Tensor | None:
-    """The gradient of a tensor, for code that does not give it to the program."""
-    return _grad.__get__(x)  # type: ignore[no-any-return]
+gradient_of: Callable[[Tensor], Tensor | None] = _get
+"""The gradient of a tensor, for code that does not give it to the program."""
 
 
 def set_gradient(x: Tensor, grad: Tensor | None) -> None:
@@ -36,7 +37,7 @@ class GradientMethods:
     @property
     def grad(self) -> Tensor | None:
         """The gradient; None before the first backward pass."""
-        grad: Tensor | None = _grad.__get__(self)
+        grad: Tensor | None = _get(self)
         if grad is not None:
             grad.__dict__[_KNOWN] = True
         return grad
