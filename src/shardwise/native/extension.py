@@ -13,7 +13,7 @@ from shardwise.call.writes import watched
 from shardwise.dispatch import dispatch, find_recipe, on_direct_route
 from shardwise.dispatch.key import Entry
 from shardwise.plan.settings import DEFAULT_SETTINGS, active, at_forget
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, local_slot
 from shardwise.tensor.inference import inference_tensors
 from shardwise.torch_internals.dispatcher import is_composite
 from shardwise.torch_internals.native_build import NativeBuildError, build_extension
@@ -42,8 +42,11 @@ def enable() -> None:
     if _connected:
         return
     if not _loaded:
-        _loaded.append(build_extension("shardwise_native", _SOURCE))
-        _loaded[0].set_up(DTensor, new_dtensor, active, DEFAULT_SETTINGS, watched, inference_tensors)
+        built = build_extension("shardwise_native", _SOURCE)
+        # the slot itself: torch's LocalTensorMode puts a property in its place
+        slots = local_slot, DTensor._spec
+        built.set_up(DTensor, *slots, new_dtensor, active, DEFAULT_SETTINGS, watched, inference_tensors)
+        _loaded.append(built)
     kernels = _loaded[0]
     _connected.append(kernels)
     on_direct_route.append(_register)

@@ -361,22 +361,23 @@ class Kernel final : public c10::OperatorKernel {
   Op* own_;
 };
 
-Py_ssize_t offset_of(const py::object& cls, const char* name) {
-  const py::object member = cls.attr(name);
-  if (Py_TYPE(member.ptr()) != &PyMemberDescr_Type) throw py::type_error("DTensor has no slot of this name");
+Py_ssize_t offset_of(const py::object& member) {
+  if (Py_TYPE(member.ptr()) != &PyMemberDescr_Type) throw py::type_error("this is no slot of DTensor");
   return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
 }
 
 void set_up(
     const py::object& cls,
+    const py::object& block_slot,
+    const py::object& spec_slot,
     const py::object& new_dtensor,
     const py::object& active,
     const py::object& settings,
     const py::object& watched,
     const py::object& inference_tensors) {
   shared.type = reinterpret_cast<PyTypeObject*>(cls.inc_ref().ptr());
-  shared.block_offset = offset_of(cls, "_local_tensor");
-  shared.spec_offset = offset_of(cls, "_spec");
+  shared.block_offset = offset_of(block_slot);
+  shared.spec_offset = offset_of(spec_slot);
   shared.new_dtensor = new_dtensor.inc_ref().ptr();
   shared.active = active.inc_ref().ptr();
   shared.settings = settings.inc_ref().ptr();
