@@ -241,6 +241,8 @@ def _fallback_route(call: OpCall) -> Route:
             replicated_spec(t, call.mesh) if isinstance(t, torch.Tensor) else t for t in call.outputs
         )
     run = with_own_strides(call, lambda a, k: run_on_full(func, a, k))
+    if any(a.is_out and a.type.startswith("List") for a in call.info.arguments):
+        run = _counting_list_writes(call, run)
     return Route("fallback", run, tuple(call.replication_plans), results)
 
 
@@ -313,6 +315,17 @@ def _comparing_plain(func: Any, positions: list[int], call: OpCall, inner: Run) 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compare_plain(func, OpCall(func, args, kwargs).tensors, positions, mesh)
         return inner(args, kwargs)
+
+    return run
+
+
+def _counting_list_writes(call: OpCall, inner: Run) -> Run:
+    """The run of an op that writes to a list of tensors; autograd counts writes to single ones."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = inner(args, kwargs)
+        bump_versions(tensors_in([kwargs[name] for name in call.info.out_names]))
+        return result
 
     return run
 
