@@ -9,9 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.call.writes import watched
 from shardwise.compile import fake_mesh
 from shardwise.debug import CommDebugMode
 from shardwise.plan.settings import forget_decisions
+from shardwise.tensor.inference import inference_tensors
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="the extension is compiled when it is used"
@@ -26,6 +28,18 @@ def native():
     yield native
     if not was_enabled:
         native.disable()
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process():
+    """Without moved views and inference tensors of other tests, beside which the extension does not take part."""
+    gc.collect()
+    views, tensors = dict(watched), set(inference_tensors)
+    watched.clear()
+    inference_tensors.clear()
+    yield
+    watched.update({key: memory for key, memory in views.items() if memory() is not None})
+    inference_tensors.update(tensors)
 
 
 @pytest.fixture
