@@ -52,6 +52,7 @@ def name_mesh(mesh: DeviceMesh) -> str:
     """
     shape, at = tuple(mesh.shape), process_coordinate(mesh)
     name = f"mesh({mesh.device_type}, {mesh.mesh_dim_names}, {shape}, {sibling_ranks(mesh)}, at {at})"
+    _meshes.pop(name, None)  # the last ones come last
     _meshes[name] = mesh
     return name
 
@@ -62,8 +63,11 @@ def mesh_named(name: str) -> DeviceMesh:
 
 
 def live_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of this process that equals one which was restored from a cache, if there is one."""
-    known = list(_meshes.values())
+    """The mesh of this process that equals one which was restored from a cache, if there is one; the one that was named last.
+
+    Others may be of a world that has ended, with this process in another place.
+    """
+    known = list(_meshes.values())[::-1]
     return next((m for m in known if m is mesh), next((m for m in known if m == mesh), mesh))
 
 
