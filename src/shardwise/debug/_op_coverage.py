@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from shardwise.rules.table import row_of
+from shardwise.torch_internals.dispatcher import is_op
 from shardwise.torch_internals.op_graphs import decomposed_graphs
 
 __all__ = ["get_inductor_decomp_graphs", "print_op_coverage_summary"]
@@ -39,7 +39,7 @@ def print_op_coverage_summary(
         str(node.target)
         for graph in get_inductor_decomp_graphs(model, args, kwargs)
         for node in graph.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
+        if is_op(node.target)
     )
     rows = [(op, n, getattr(row_of(op), "text", "no rule of its own")) for op, n in counts.most_common()]
     for op, n, text in rows:

@@ -33,7 +33,7 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 _MOST_WORKS = 64
-"""Of tensors that nobody has waited for; of more, the oldest can only be waited for by `wait_tensor`."""
+"""The most works that are kept for tensors without a wait so far. Beyond it the oldest is dropped: only `wait_tensor` can wait for it."""
 _works: dict[int, Work] = {}
 _group_class = dist.ProcessGroup
 _all_gather_method = _group_class._allgather_base

@@ -28,7 +28,7 @@ def announce_seed(seed: int) -> None:
 
 
 def unobserved(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, during which reading and setting the state of torch's generator calls nobody."""
+    """Wrap a function so that, while it runs, `save` and `restore` are not called when it reads or sets the state of torch's generator."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
