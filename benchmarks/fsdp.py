@@ -29,8 +29,8 @@ from shardwise.comm import counting
 from shardwise.fsdp import fully_shard
 from shardwise.parallel import explain, replicate
 
-SIZES = {"small": (32, 6, 8), "medium": (256, 6, 64), "large": (768, 4, 256)}
-"""The width, the number of blocks and the rows of a batch."""
+SIZES = {"small": (32, 6, 8), "medium": (256, 6, 64), "large": (768, 4, 256), "long": (768, 4, 512)}
+"""The width, the number of blocks and the rows of a batch. Matrix products dominate in "long"; a third of "large" is communication."""
 
 
 class Residual(nn.Module):
@@ -175,7 +175,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--sizes", nargs="*", default=["small", "large"], choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="*", default=["small", "large", "long"], choices=list(SIZES))
     parser.add_argument(
         "--foreach", action="store_true", help="the optimizer's version for lists of tensors, for all engines"
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_leaves
 from shardwise.call.cpu_strides import CPU_KERNELS
+from shardwise.call.empty_strides import may_differ_when_empty, strides_of_kernel
 from shardwise.call.half_strides import depends_on_precision, in_single_precision, with_strides_of
 from shardwise.call.memory_formats import convolution
 from shardwise.call.schema import op_info
@@ -97,6 +98,8 @@ def _infer_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], war
             if depends_on_precision(func, [*args, *kwargs.values()]):
                 like = kernel(*in_single_precision(on_meta(args)), **in_single_precision(on_meta(kwargs)))
                 result = with_strides_of(like, result)
+            elif may_differ_when_empty(func, [*args, *kwargs.values()], _device_type):
+                result = strides_of_kernel(func, args, kwargs, result)
     except REFUSALS as error:  # if the call is wrong, the op itself says so when it runs
         if warn:
             _warn_unused(func, error)

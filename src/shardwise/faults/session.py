@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ __all__ = ["Session"]
 _SEARCH_SECONDS = 1.2  # for the cause of a connection that broke
 _NEARBY_SECONDS = 0.4  # of it, among the ranks that this one waits for; one that dies closes its connections a moment before it is gone
 _POLL_SECONDS = 0.02
-_BLOCK_SECONDS = 0.5  # in gloo, before it is asked whether a fault is known
+_BLOCK = timedelta(seconds=0.5)  # in gloo, before it is asked whether a fault is known
 _CONNECTION_BROKE = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|pair closure|connectfullmesh|"
     r"timed out waiting|socket timeout|wait timeout|failed to (recv|send)|was likely closed"
@@ -109,11 +110,13 @@ class Session:
         """Wait for a collective; a connection that broke is an error that names the rank that is the cause."""
         words = self.record.words
         words[WAIT] = time.monotonic_ns()
-        work = take_work(tensor)
+        started = take_work(tensor)
         try:
-            while work is not None and not is_done(work, _BLOCK_SECONDS):
+            if started is None:
+                return wait_unwatched(tensor)
+            while not is_done(started.work, _BLOCK):
                 self.raise_fault()  # broken connections did not end the wait
-            return wait_unwatched(tensor)
+            return wait_unwatched(tensor) if started.is_registered else tensor
         except RuntimeError as error:
             if (found := self.explain(error)) is None:
                 raise
@@ -124,21 +127,21 @@ class Session:
     def wait_for(
         self,
         wait: Callable[[], Any],
-        is_done: Callable[[float], bool] | None = None,
+        is_done: Callable[[timedelta], bool] | None = None,
         in_thread: bool = False,
     ) -> Any:
         """Wait for a collective that the program called itself; see `wait`.
 
         Args:
             wait: the wait.
-            is_done: waits for some seconds, and returns whether `wait` would not have to.
+            is_done: waits for some time, and returns whether `wait` would not have to.
             in_thread: nothing ends the wait, not even that connections break. Another thread does it, which is given up then.
         """
         if threading.get_ident() != self._watcher.program.ident:
             return wait()
         self.user_wait = self.record.words[STUCK] = time.monotonic_ns()
         try:
-            while is_done is not None and not is_done(_BLOCK_SECONDS):
+            while is_done is not None and not is_done(_BLOCK):
                 self.raise_fault()
             return self._wait_in_thread(wait) if in_thread else wait()
         except RuntimeError as error:

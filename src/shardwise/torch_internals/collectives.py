@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from shardwise.torch_internals.direct_collectives import start_directly
+from shardwise.torch_internals.direct_collectives import register_work, start_directly, wait_for_work
 
 __all__ = [
     "BROADCAST_FUNCTION",
@@ -109,14 +110,14 @@ class Monitor(Protocol):
     def wait_for(
         self,
         wait: Callable[[], Any],
-        is_done: Callable[[float], bool] | None = None,
+        is_done: Callable[[timedelta], bool] | None = None,
         in_thread: bool = False,
     ) -> Any:
         """Wait for a collective that the program called itself.
 
         Args:
             wait: the wait.
-            is_done: waits for some seconds, and returns whether `wait` would not have to.
+            is_done: waits for some time, and returns whether `wait` would not have to.
             in_thread: nothing ends the wait, so that another thread has to do it.
         """
 
@@ -199,6 +200,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def wait_unwatched(tensor: Tensor) -> Tensor:
     """`wait`, of which no monitor knows."""
+    wait_for_work(tensor)  # a monitor may have started it
     return _wait(tensor)  # type: ignore[no-any-return]
 
 
@@ -208,6 +210,7 @@ def waiting(tensor: Tensor) -> Tensor:
     >>> type(waiting(torch.zeros(2))).__name__
     'AsyncCollectiveTensor'
     """
+    register_work(tensor)
     return AsyncCollectiveTensor(tensor)
 
 

@@ -1,15 +1,16 @@
 """Collectives of gloo called on their process groups, so that a wait for one of them can be given up.
 
 A functional collective keeps its work where only `wait_tensor` finds it, and gloo does not always end that wait when connections
-break: a receipt whose header has arrived is forgotten. Here the work is known, too, and can be waited for a short time. It is
-registered as that of a functional collective, so that `wait_tensor` and torch's `AsyncCollectiveTensor` wait for it as well.
+break: a receipt whose header has arrived is forgotten. Here the work is known, and can be waited for a short time. Where torch's
+`AsyncCollectiveTensor` is to wait for it as well, `register_work` makes it known as that of a functional collective.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,15 @@ from torch._C._distributed_c10d import (
 
 from shardwise.torch_internals.process_groups import resolve_group
 
-__all__ = ["is_done", "is_gloo", "start_directly", "take_work"]
+__all__ = [
+    "StartedWork",
+    "is_done",
+    "is_gloo",
+    "register_work",
+    "start_directly",
+    "take_work",
+    "wait_for_work",
+]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -32,9 +41,18 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-_MOST_WORKS = 64
-"""The most works that are kept for tensors without a wait so far. Beyond it the oldest is dropped: only `wait_tensor` can wait for it."""
-_works: dict[int, Work] = {}
+
+
+class StartedWork(NamedTuple):
+    """The work of a collective that nobody has waited for."""
+
+    work: Work
+    tensor: weakref.ref[Tensor]
+    is_registered: bool = False  # `wait_tensor` has to be called, too
+
+
+_works: dict[int, StartedWork] = {}
+"""By the id of the tensor that a collective returned, as long as that exists."""
 _group_class = dist.ProcessGroup
 _all_gather_method = _group_class._allgather_base
 _all_reduce_method = _group_class.allreduce
@@ -86,10 +104,13 @@ def _reduce_scatter(tensor: Tensor, op: str, size: int, group: str) -> Tensor:
 
 
 def _keep(tensor: Tensor, work: Any) -> Tensor:
-    if len(_works) >= _MOST_WORKS:
-        del _works[next(iter(_works))]
-    _works[id(tensor)] = work
-    _register_work(tensor, work)
+    key = id(tensor)
+
+    def forget(ref: weakref.ref[Tensor]) -> None:
+        if (found := _works.get(key)) is not None and found.tensor is ref:
+            del _works[key]
+
+    _works[key] = StartedWork(work, weakref.ref(tensor, forget))
     return tensor
 
 
@@ -114,15 +135,31 @@ def start_directly(op: Any, tensor: Tensor, *args: Any) -> Tensor:
     return _DIRECT[op](tensor, *args)
 
 
-def take_work(tensor: Tensor) -> Any:
+def take_work(tensor: Tensor) -> StartedWork | None:
     """The work of the collective that returned this tensor, once; None if it is not known."""
     return _works.pop(id(tensor), None)
 
 
-def is_done(work: Any, seconds: float) -> bool:
-    """Wait for a work for some time; whether it is done, be it by an error."""
+def wait_for_work(tensor: Tensor) -> None:
+    """Wait for the collective that returned this tensor, if it was started here."""
+    if _works and (found := take_work(tensor)) is not None:
+        _wait_method(found.work)
+
+
+def register_work(tensor: Tensor) -> None:
+    """Let `wait_tensor` wait for the collective that returned this tensor, too."""
+    found = _works.get(id(tensor))
+    if found is not None and not found.is_registered:
+        _register_work(tensor, found.work)
+        _works[id(tensor)] = found._replace(is_registered=True)
+
+
+def is_done(work: Any, limit: timedelta) -> bool:
+    """Wait for a work for some time; whether it is done. The error of one that failed is raised."""
     try:
-        _wait_method(work, timedelta(seconds=seconds))
+        _wait_method(work, limit)
     except RuntimeError:
-        return bool(work.is_completed())
+        if not work.is_completed():
+            return False
+        _wait_method(work)  # it may have ended just after the limit
     return True

@@ -83,7 +83,7 @@ def _monitored_wait(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if self._get_op_type() in _MESSAGES or not _all_groups_are_gloo():
             return monitors[0].wait_for(lambda: original(self))
-        return monitors[0].wait_for(lambda: original(self), lambda seconds: is_done(self, seconds))
+        return monitors[0].wait_for(lambda: original(self), lambda limit: is_done(self, limit))
 
     return wait
 
