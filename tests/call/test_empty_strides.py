@@ -22,7 +22,7 @@ OPS = {
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    "shape, stride", [((0,), (2,)), ((0, 3), (7, 2)), ((3, 0), (1, 5)), ((2, 0, 3), (9, 4, 1))]
+    ("shape", "stride"), [((0,), (2,)), ((0, 3), (7, 2)), ((3, 0), (1, 5)), ((2, 0, 3), (9, 4, 1))]
 )
 def test_strides_are_those_of_the_kernel(op, shape, stride):
     base = torch.zeros(40)

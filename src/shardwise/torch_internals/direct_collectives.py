@@ -7,7 +7,6 @@ break: a receipt whose header has arrived is forgotten. Here the work is known, 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -47,12 +46,14 @@ class StartedWork(NamedTuple):
     """The work of a collective that nobody has waited for."""
 
     work: Work
-    tensor: weakref.ref[Tensor]
+    tensor: Tensor  # what it returned; the work holds it anyway
     is_registered: bool = False  # `wait_tensor` has to be called, too
 
 
+_MANY, _MOST = 8, 64
+"""With so many works without a wait, those that are done are forgotten; of more, only `wait_tensor` can wait for the oldest."""
 _works: dict[int, StartedWork] = {}
-"""By the id of the tensor that a collective returned, as long as that exists."""
+"""By the id of the tensor that a collective returned."""
 _group_class = dist.ProcessGroup
 _all_gather_method = _group_class._allgather_base
 _all_reduce_method = _group_class.allreduce
@@ -104,14 +105,20 @@ def _reduce_scatter(tensor: Tensor, op: str, size: int, group: str) -> Tensor:
 
 
 def _keep(tensor: Tensor, work: Any) -> Tensor:
-    key = id(tensor)
-
-    def forget(ref: weakref.ref[Tensor]) -> None:
-        if (found := _works.get(key)) is not None and found.tensor is ref:
-            del _works[key]
-
-    _works[key] = StartedWork(work, weakref.ref(tensor, forget))
+    if len(_works) >= _MANY:
+        _forget_some()
+    _works[id(tensor)] = StartedWork(work, tensor)
     return tensor
+
+
+def _forget_some() -> None:
+    """Forget works that are done: nobody needs to wait for them. They hold their tensors, which programs may have dropped."""
+    for key in [key for key, (work, *_) in _works.items() if work.is_completed() and work.is_success()]:
+        del _works[key]
+    if len(_works) >= _MOST:
+        oldest = next(iter(_works.values())).tensor
+        register_work(oldest)
+        del _works[id(oldest)]
 
 
 _functional = torch.ops._c10d_functional
