@@ -6,6 +6,7 @@ those in memory (`conj`), it is a `MovedView`: a function of its base, computed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,17 @@ from shardwise.layout import Spec, is_dense
 from shardwise.tensor.copy_methods import copy_block
 from shardwise.tensor.dtensor import DTensor, local_slot
 from shardwise.tensor.inference_data import data_of_inference_tensor
-from shardwise.torch_internals.subclass import bump_versions, is_parameter
+from shardwise.torch_internals.subclass import bump_versions, counts_writes, is_parameter
 
 __all__ = ["MovedView", "move_in_place", "remember_base"]
 
 aten = torch.ops.aten
+
+
+def _write_back(written: Sequence[MovedView]) -> None:
+    for t in written:
+        if t._source is not None:
+            t._source.write_back()
 
 
 class MovedView(DTensor):
@@ -114,10 +121,15 @@ class MovedView(DTensor):
                     bump_versions(args[0])  # autograd does it for ops of single tensors
                 return result
         with held(t._source for t in call.tensors if isinstance(t, MovedView) and t._source is not None):
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            for t in written:
-                if t._source is not None:
-                    t._source.write_back()
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError:
+                if not all(
+                    map(counts_writes, written)
+                ):  # torch raises for tensors of inference mode after the write
+                    _write_back(written)
+                raise
+            _write_back(written)
         if info.is_view:
             # elements of the base that are one element of memory are several in its block, with strides of their own
             kind: Kind = "moved" if may_overlap(args[0].shape, args[0].stride()) else "shared"

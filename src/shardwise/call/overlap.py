@@ -19,6 +19,7 @@ from shardwise.call.writes import shares_memory
 from shardwise.comm import PerRank
 from shardwise.layout import LayoutError, is_dense
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.view_places import known_offset
 from shardwise.torch_internals.subclass import view_base
 
 __all__ = [
@@ -194,9 +195,10 @@ def _check_pair(call: OpCall, target: DTensor, other: DTensor, forbids_alias: bo
     if not (_is_dense(target) and _is_dense(other)) or 0 in (*target.shape, *other.shape):
         return  # torch does not find out whether they overlap
     bases = _base(target), _base(other)
-    if bases[0] is bases[1] or bases[0]._local_tensor is bases[1]._local_tensor:
-        # known alike on all ranks, also on those with empty blocks
-        first_bytes, last_bytes = sorted((_extent(target), _extent(other)))
+    has_one_base = bases[0] is bases[1] or bases[0]._local_tensor is bases[1]._local_tensor
+    extents = [e for e in (_extent(target), _extent(other)) if e is not None] if has_one_base else []
+    if len(extents) == 2:  # known alike on all ranks, also on those with empty blocks
+        first_bytes, last_bytes = sorted(extents)
         overlap = last_bytes[0] < first_bytes[1]
         same = _place(target) == _place(other) and target.dtype is other.dtype
     elif _is_same_memory(*roots):
@@ -220,10 +222,10 @@ def _base(x: DTensor) -> DTensor:
     return base if isinstance(base, DTensor) else x
 
 
-def _extent(x: DTensor) -> tuple[int, int]:
-    """The bytes of its base that a dense tensor occupies."""
-    start = x.storage_offset() * x.dtype.itemsize
-    return start, start + x.numel() * x.dtype.itemsize
+def _extent(x: DTensor) -> tuple[int, int] | None:
+    """The bytes of its base that a dense tensor occupies; None if that is not known."""
+    offset = known_offset(x)
+    return None if offset is None else (offset * x.dtype.itemsize, (offset + x.numel()) * x.dtype.itemsize)
 
 
 def are_same_elements(a: Tensor, b: Any) -> bool:

@@ -70,8 +70,11 @@ def match_strides(result: Any) -> Any:
             and x._spec.stride is not None
             and not may_overlap(x._spec.shape, x._spec.stride)
         ):
-            order = memory_order(tuple(x._spec.shape), x._spec.stride)
-            x._local_tensor = map_ranks(in_order, x._local_tensor, order)
+            if 0 in x._spec.shape:
+                x._local_tensor = map_ranks(restride, x._local_tensor, x._spec.stride)
+            else:
+                order = memory_order(tuple(x._spec.shape), x._spec.stride)
+                x._local_tensor = map_ranks(in_order, x._local_tensor, order)
         return x
 
     return map_leaves(matched, result)
@@ -79,8 +82,10 @@ def match_strides(result: Any) -> Any:
 
 def restride(full: Tensor, stride: Sequence[int]) -> Tensor:
     """A full tensor with these strides, if it does not have them: a copy."""
-    if full.stride() == tuple(stride) or not full.numel():
+    if full.stride() == tuple(stride):
         return full
+    if not full.numel():
+        return full.new_empty_strided(full.shape, stride)  # kernels look at them nevertheless
     dense = full
     for d, s in enumerate(stride):
         if s == 0:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.comm import PerRank
 from shardwise.layout import Spec
-from shardwise.tensor.shape_methods import REPLACED
+from shardwise.tensor.view_places import REPLACED
 from shardwise.torch_internals.subclass import is_parameter
 
 __all__ = ["CopyMethods", "copy_block"]

@@ -17,7 +17,8 @@ from shardwise.tensor.copy_methods import CopyMethods
 from shardwise.tensor.gradient_methods import GradientMethods
 from shardwise.tensor.inference import note_inference_mode
 from shardwise.tensor.python_values import PythonMethods
-from shardwise.tensor.shape_methods import REPLACED, ShapeMethods, may_leave_views
+from shardwise.tensor.shape_methods import ShapeMethods, may_leave_views
+from shardwise.tensor.view_places import REPLACED
 from shardwise.torch_internals.subclass import (
     change_places,
     disabled_torch_function,

@@ -18,21 +18,19 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import PerRank
 from shardwise.layout import contiguous_stride, is_dense
+from shardwise.tensor.view_places import memory_offset, memory_root
 from shardwise.torch_internals.autograd import current_backward
 from shardwise.torch_internals.subclass import (
     bump_versions,
     can_become_view,
     has_views,
     is_used_elsewhere,
-    storage_id,
     view_base,
-    view_offset,
 )
 from shardwise.torch_internals.tracing import is_recording, is_tracing
 
-__all__ = ["CHANGE_SHAPES", "REPLACED", "STRIDED", "ShapeMethods", "may_leave_views"]
+__all__ = ["CHANGE_SHAPES", "STRIDED", "ShapeMethods", "may_leave_views"]
 
 
 _USED = """{name} was called on the DTensor {spec}, of which there are views or uses in an autograd graph.
@@ -45,16 +43,9 @@ _LATE_GRADIENT = """A view of a DTensor got a gradient, and the tensor no longer
   fix: create the view after x.requires_grad_()."""
 
 
-_REPLACED_MEMORY = """The place of the DTensor {spec} in memory was asked for.
-  why: It is a view of a tensor whose memory was replaced (x.data = y, x.set_(y)), so where it begins in the former memory is not known.
-  fix: create the view after that, or use indices in place of strides and offsets."""
-
 _OUTSIDE = """as_strided({size}, {stride}) of the DTensor {spec} reaches memory outside of it.
   why: It is a view that requires grad, and its base does not, so the gradient of that memory belongs to no tensor.
   fix: x.detach().as_strided(...), or requires_grad_() of the base before the view is created."""
-
-REPLACED = "_shardwise_replaced"
-"""The attribute of tensors whose memory was replaced while there were views of it."""
 
 
 def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
@@ -242,25 +233,6 @@ def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
     return torch.Tensor.requires_grad_(self, requires_grad)
 
 
-def _memory_root(x: Any) -> Any:
-    """The tensor that `x` is a view of, or None.
-
-    Raises if the memory of that tensor was replaced: where `x` begins in the former one is not known.
-    """
-    root = view_base(x)
-    if root is not None and root.__dict__.get(REPLACED) and _storage_of(x) != _storage_of(root):
-        raise RuntimeError(_REPLACED_MEMORY.format(spec=x._spec))
-    return root
-
-
-def _storage_of(x: Any) -> int:
-    """The storage of the block that a tensor is computed from, on the first rank if there are several."""
-    while x._source is not None:
-        x = x._source.base
-    block = x._local_tensor
-    return storage_id(block.ranks[0] if isinstance(block, PerRank) else block)
-
-
 _as_strided, _as_strided_scatter = torch.Tensor.as_strided, torch.Tensor.as_strided_scatter
 """Torch's own methods, whose names on `torch.Tensor` are patched."""
 
@@ -271,10 +243,10 @@ def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) 
     is_same = (size, stride) == (tuple(x.shape), x.stride())
     if is_same and storage_offset is None:
         return _as_strided(x, size, stride)
-    root = _memory_root(x)
+    root = memory_root(x)
     if root is None:
         return _as_strided(x, size, stride, storage_offset)
-    first = view_offset(x)
+    first = memory_offset(x)
     offset = first if storage_offset is None else storage_offset
     if is_same and offset == first:
         return _as_strided(x, size, stride)
@@ -314,10 +286,10 @@ def _strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: i
     """`as_strided_scatter`: offsets count from the beginning of the memory that `x` is a view of."""
     if x.is_conj() or x.is_neg():
         x = x.clone()  # torch computes the values before
-    root = _memory_root(x)
+    root = memory_root(x)
     if root is None:
         return _as_strided_scatter(x, src, size, stride, storage_offset)
-    first = view_offset(x)
+    first = memory_offset(x)
     if _got_gradient_later(x, root):
         offset = first if storage_offset is None else storage_offset
         return _as_strided_scatter(x, src, size, stride, _offset_within(x, size, stride, offset - first))
@@ -333,7 +305,7 @@ def _strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = N
 
 def _storage_offset(x: Any) -> int:
     """Where the tensor begins in the memory of the one that it is a view of."""
-    return 0 if is_tracing() or _memory_root(x) is None else view_offset(x)
+    return 0 if is_tracing() else memory_offset(x)
 
 
 def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
@@ -347,9 +319,9 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
         return None
     if x.is_contiguous() and math.prod(shape) <= x.numel():
         return x.view(-1)[: math.prod(shape)].view(shape)
-    above = _memory_root(x)
+    above = memory_root(x)
     root = x if above is None else above
-    if not is_dense(root.shape, root.stride()) or view_offset(x) + math.prod(shape) > root.numel():
+    if not is_dense(root.shape, root.stride()) or memory_offset(x) + math.prod(shape) > root.numel():
         return None
     return _strided(x, shape, contiguous_stride(shape))  # what follows in memory, whatever the strides were
 

@@ -12,6 +12,7 @@ __all__ = [
     "bump_versions",
     "can_become_view",
     "change_places",
+    "counts_writes",
     "disabled_torch_function",
     "has_views",
     "increment_versions",
@@ -92,6 +93,18 @@ def version(x: Tensor) -> int:
     return x._version
 
 
+def counts_writes(x: Tensor) -> bool:
+    """Whether a tensor has a version: one of inference mode has none, also where its `data` was set to that of another.
+
+    >>> counts_writes(torch.ones(1))
+    True
+    """
+    try:
+        return x._version >= 0
+    except RuntimeError:
+        return False
+
+
 def view_base(x: Tensor) -> Tensor | None:
     """The tensor that autograd knows a tensor to be a view of; None if there is none.
 
@@ -102,8 +115,10 @@ def view_base(x: Tensor) -> Tensor | None:
     return x._base if x._is_view() else None
 
 
-def view_offset(x: Tensor) -> int:
+def view_offset(x: Tensor) -> int | None:
     """Where in the memory of the tensor that it is a view of a plain tensor in the place of `x` would begin.
+
+    None if that tensor no longer has the shape that it had, so that autograd cannot compute the view from it.
 
     >>> view_offset(torch.ones(2, 3)[1, 1:])
     4
@@ -112,7 +127,15 @@ def view_offset(x: Tensor) -> int:
     if base is None:
         return 0
     plain = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    return x._view_func_unsafe(plain).storage_offset()  # type: ignore[no-any-return]
+    # parts of a conjugated tensor are recorded as those of one that is conjugated twice
+    for start in (plain, plain.conj()) if plain.is_complex() else (plain,):
+        try:
+            found = x._view_func_unsafe(start)
+        except (IndexError, RuntimeError):  # of an op that refuses the tensor
+            continue
+        if found.shape == x.shape:
+            return found.storage_offset()  # type: ignore[no-any-return]
+    return None
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
