@@ -284,7 +284,7 @@ class Drawing:
                 f"{name}.data[0:1].add_(1)",
                 f"{name}.detach()[-1:].neg_()",
             ]
-        if name in self.roots:
+        if name in self.roots and not x.is_neg() and not x.is_conj():  # of those, a block is a copy
             out += [f"local({name}).mul_(-1)", f"local({name}).mul_(2)", f"local({name}).zero_()"] * 2
         return self.rng.choice(out)
 

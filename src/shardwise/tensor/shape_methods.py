@@ -65,6 +65,8 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
         else:  # a view still gets the gradient of its base, and the base of views may get one later, whatever mode this is
             with torch.inference_mode(False), torch.enable_grad():
                 new = out_of_place(self, *args, **kwargs)
+        if new is self:
+            return self
         if not getattr(new, "_can_change_places", False):  # no view, or one of a torch.func transform
             return original(self, *args, **kwargs)
         call = (out_of_place, args, kwargs)
@@ -73,8 +75,7 @@ def _becoming(name: str, out_of_place: Callable[..., Any]) -> Any:
         elif former is not None:
             successor, name_before, calls = former.__dict__[_SUCCESSOR]
             former.__dict__[_SUCCESSOR] = (successor, name_before, (*calls, call))
-        # torch counts it as a write, except that resizing to the same size is nothing
-        is_write = new.shape != self.shape or not name.startswith("resize")
+        is_write = True  # torch counts it as one
         is_base = former is not None or view_base(self) is None
         if self.requires_grad and is_base and torch.is_grad_enabled():
             _NewNode.apply(self if former is None else former)  # type: ignore[no-untyped-call]
@@ -314,7 +315,7 @@ def _resized(x: Any, *size: Any, memory_format: torch.memory_format = torch.cont
         size = tuple(size[0])
     shape = [int(n) for n in size]
     if tuple(shape) == tuple(x.shape) and memory_format is torch.contiguous_format and not x.requires_grad:
-        return x.view_as(x)  # whatever its strides are
+        return x  # whatever its strides are
     if memory_format is not torch.contiguous_format or x.requires_grad or min(shape, default=0) < 0:
         return None
     if x.is_contiguous() and math.prod(shape) <= x.numel():
