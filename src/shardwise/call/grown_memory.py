@@ -83,9 +83,8 @@ class GrownSource(ViewSource):
         note_write(self.roots[0])
         self.seen = self.memory.state(self.roots)
 
-    def copied(self, memo: dict[int, Any]) -> ViewSource:
+    def copied(self, base: DTensor, memo: dict[int, Any]) -> ViewSource:
         """The same for a copy of the memory."""
-        base = self.base._copy_blocks(memo)
         out = GrownSource(base, self.offset, self.spec)
         if self.memory.tail is not None:
             out.memory.tail = copy_block(self.memory.tail, memo)

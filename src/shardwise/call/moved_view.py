@@ -32,6 +32,19 @@ __all__ = ["MovedView", "move_in_place", "remember_base"]
 aten = torch.ops.aten
 
 
+def _copied_source(source: ViewSource, memo: dict[int, Any]) -> ViewSource:
+    """The same view of a copy of its base."""
+    found: ViewSource | None = memo.get(id(source))
+    if found is None:
+        base, above = source.base, source.base._source
+        if above is None:
+            copy = base._copy_blocks(memo)
+        else:
+            copy = _view_of(_copied_source(above, memo), base._spec)
+        found = memo[id(source)] = source.copied(copy, memo)
+    return found
+
+
 def _write_back(written: Sequence[MovedView]) -> None:
     for t in written:
         if t._source is not None:
@@ -144,9 +157,7 @@ class MovedView(DTensor):
         if any(source.lazy_bits()):  # torch computes the values of a conjugated tensor
             with torch.no_grad():
                 return self.clone()  # type: ignore[return-value]
-        if id(source) not in memo:
-            memo[id(source)] = source.copied(memo)
-        return _view_of(memo[id(source)], self._spec)
+        return _view_of(_copied_source(source, memo), self._spec)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         source = self._source

@@ -176,9 +176,9 @@ class ViewSource:
         else:
             note_write(self.roots[0])
 
-    def copied(self, memo: dict[int, Any]) -> ViewSource:
-        """The same view of a copy of the base."""
-        out = ViewSource(self.base._copy_blocks(memo), self.func, self.args, self.kwargs, self.number)
+    def copied(self, base: DTensor, memo: dict[int, Any]) -> ViewSource:
+        """The same view of `base`, a copy of its own."""
+        out = ViewSource(base, self.func, self.args, self.kwargs, self.number)
         out.spec, out.kind = self.spec, self.kind
         out.set_block(DTensor(copy_block(self.read(), memo), self.spec))
         return out
