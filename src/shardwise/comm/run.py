@@ -25,6 +25,7 @@ from shardwise.comm.per_rank import PerRank
 from shardwise.comm.recipe import Recipe, as_received, recipe_for
 from shardwise.comm.recording import recorders
 from shardwise.comm.simulate import at_simulation_end
+from shardwise.comm.symbolic_step import define_steps, depends_on_sizes, step_at_run_time
 from shardwise.layout import dtype_text
 from shardwise.layout.sizes import at_new_symbols
 from shardwise.plan import AllReduce, Plan, Step
@@ -109,6 +110,9 @@ def _as_begun(coming: Tensor, block: Tensor) -> Tensor:
 
 def real_stage(step: Step, mesh: DeviceMesh, dtype: torch.dtype) -> _Stage:
     """A step on this rank of a process group."""
+    if depends_on_sizes(step):
+        group = group_of(mesh, step.axes).name if step.is_collective else ""
+        return step_at_run_time(step, mesh, group), _as_begun
     recipe = recipe_for(step, coord_of(mesh) or (), dtype)
     if not step.is_collective:
         return recipe.pack, _as_begun
@@ -237,3 +241,6 @@ def _exchange(recipes: list[Recipe], wires: list[Tensor]) -> list[Tensor]:
 
 def _reduced(wires: list[Tensor], op: str) -> Tensor:
     return reduce_all(wires, op) if wires[0].numel() else wires[0].clone()
+
+
+define_steps(run)

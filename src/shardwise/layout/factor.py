@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shardwise.layout.sizes import as_size
+from shardwise.layout.sizes import as_size, divides, least
 
 __all__ = [
     "Dim",
@@ -20,6 +20,7 @@ __all__ = [
     "canonical",
     "cut",
     "first_block",
+    "leaves_some_empty",
     "merge",
     "split",
     "take",
@@ -44,27 +45,31 @@ def cut(size: int, parts: Sequence[int], coord: Sequence[int]) -> tuple[int, int
     >>> [cut(5, (2, 2), (i, j)) for i in (0, 1) for j in (0, 1)]
     [(0, 2), (2, 3), (3, 4), (4, 5)]
     """
-    if type(size) is not int:  # a symbol, which is split evenly
-        block = first_block(size, parts)
-        place = 0
-        for n, c in zip(parts, coord, strict=True):
-            place = place * n + c
-        return place * block, (place + 1) * block
     low, length = 0, size
     for n, c in zip(parts, coord, strict=True):
-        chunk = -(-length // n)
-        start = min(c * chunk, length)
-        length = min(chunk, length - start)
+        if type(length) is int:
+            chunk = -(-length // n)
+            start = min(c * chunk, length)
+            length = min(chunk, length - start)
+        else:
+            start, stop = _start(length, n, c), _start(length, n, c + 1)
+            length = stop - start
         low += start
     return low, low + length
 
 
+def _start(size: int, n: int, c: int) -> int:
+    """Where block `c` of `n` begins in a symbolic size. The lengths of all blocks add up to the size, as expressions, too."""
+    if c == n:
+        return size
+    chunk = first_block(size, (n,))
+    return c * chunk if c < 2 or divides(n, size) else least(c * chunk, size)
+
+
 def first_block(size: int, parts: Iterable[int]) -> int:
     """The size of the first block, which is the largest."""
-    if type(size) is not int:
-        return size // math.prod(parts)
     for n in parts:
-        size = -(-size // n)
+        size = -(-size // n) if type(size) is int else (size + n - 1) // n
     return size
 
 
@@ -74,8 +79,6 @@ def block_sizes(size: int, parts: Iterable[int]) -> set[int]:
     >>> sorted(block_sizes(7, (2, 3)))
     [0, 1, 2]
     """
-    if type(size) is not int:
-        return {as_size(first_block(size, parts))}
     sizes = {size}
     for n in parts:
         found = set()
@@ -84,6 +87,22 @@ def block_sizes(size: int, parts: Iterable[int]) -> set[int]:
             found |= {chunk, m % chunk or chunk, max(m - (n - 1) * chunk, 0)} if m else {0}
         sizes = found
     return sizes
+
+
+def leaves_some_empty(size: int, parts: Sequence[int]) -> bool:
+    """Whether some block of a size is empty; of a symbolic size this is a question.
+
+    >>> leaves_some_empty(7, (2, 3)), leaves_some_empty(5, (2, 2))
+    (True, False)
+    """
+    if type(size) is int:
+        return 0 in block_sizes(size, parts)
+    if not parts or divides(math.prod(parts), size):
+        return False
+    chunk = first_block(size, parts[:1])
+    last = size - (parts[0] - 1) * chunk
+    # if it is not empty, it is the only one that may be smaller than the others
+    return last <= 0 or leaves_some_empty(chunk, parts[1:]) or leaves_some_empty(last, parts[1:])
 
 
 def _same_blocks(outer: int, inner: int, parts: Sequence[int]) -> bool:
@@ -185,7 +204,10 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
     >>> canonical([Factor(3, (0,)), Factor(4)], (2,))
     (Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
     """
-    factors = tuple([f if type(f[0]) is int else _even(f, sizes) for f in factors])
+    factors = tuple(factors)
+    if not all(type(f[0]) is int for f in factors):
+        several = sum(1 for f in factors if type(f[0]) is not int or f[0] != 1) > 1
+        factors = tuple([Factor(as_size(f[0]), f[1]) if not several else _even(f, sizes) for f in factors])
     if len(factors) == 1 and not factors[0].axes:
         return () if factors[0].size == 1 else factors
     out = []

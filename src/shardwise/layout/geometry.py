@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from shardwise.layout.errors import LayoutError
-from shardwise.layout.factor import Dim, block_sizes, cut, first_block
+from shardwise.layout.factor import Dim, cut, first_block, leaves_some_empty
 from shardwise.layout.layout import Layout
 from shardwise.layout.sizes import as_sizes
 
@@ -58,7 +58,7 @@ def has_empty_blocks(layout: Layout) -> bool:
     """
     sizes = layout.axes.sizes
     return any(
-        f.axes and f.size and 0 in block_sizes(f.size, [sizes[a] for a in f.axes])
+        f.axes and f.size and leaves_some_empty(f.size, [sizes[a] for a in f.axes])
         for dim in layout.dims
         for f in dim
     )

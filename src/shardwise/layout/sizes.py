@@ -24,8 +24,11 @@ __all__ = [
     "at_new_symbols",
     "cached",
     "common_multiple",
+    "divides",
     "forget_symbols",
     "known_symbols",
+    "least",
+    "most",
     "same_sizes",
     "set_symbols",
 ]
@@ -40,11 +43,15 @@ class Symbols(NamedTuple):
         form: a symbol in a form that can be hashed, of which there is one object; the number, if it is known.
         terms: a size as a sum: from products of symbols to their coefficients, and from 1 to the constant.
         sign: the sign of such a sum, with coefficients of any kind: -1, 0 or 1, for the sizes at hand and checked later.
+        least: the smaller of two sizes, as a symbol.
+        most: the larger of two sizes, as a symbol.
     """
 
     form: Callable[[Any], Any]
     terms: Callable[[Any], dict[Any, Any]]
     sign: Callable[[dict[Any, float]], int]
+    least: Callable[[Any, Any], Any]
+    most: Callable[[Any, Any], Any]
 
 
 _symbols: list[Symbols] = []
@@ -90,6 +97,34 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     (True, False)
     """
     return len(a) == len(b) and a == b
+
+
+def divides(parts: int, size: Any) -> bool:
+    """Whether a size is known to be a multiple of a number. Of a symbol this is no question: it may be for some sizes only.
+
+    >>> divides(2, 6), divides(4, 6)
+    (True, False)
+    """
+    rest = as_size(size % parts)
+    return type(rest) is int and rest == 0
+
+
+def least(a: Any, b: Any) -> Any:
+    """The smaller of two sizes. `min` of symbols would be a question.
+
+    >>> least(2, 3)
+    2
+    """
+    return min(a, b) if type(a) is type(b) is int else _symbols[0].least(a, b)
+
+
+def most(a: Any, b: Any) -> Any:
+    """The larger of two sizes.
+
+    >>> most(2, 3)
+    3
+    """
+    return max(a, b) if type(a) is type(b) is int else _symbols[0].most(a, b)
 
 
 def common_multiple(a: Any, b: Any) -> Any:

@@ -51,7 +51,7 @@ class Implementation:
     index_of: Callable[[DTensor, Any], Any]
     rebuild: Callable[..., DTensor]
     stable_hash: Callable[[DTensor], str]
-    related_spec: Callable[[Tensor, Spec], Spec]
+    related: Callable[[Tensor, Spec], tuple[Tensor, Spec]]
 
 
 implementation = Implementation()
@@ -301,10 +301,10 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, Gradi
         cls, inner: dict[str, Tensor], context: tuple[SpecPattern, bool], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         pattern, requires_grad = context
-        spec = pattern.at(outer_size, outer_stride)
+        spec, block = pattern.at(outer_size, outer_stride), inner["_local_tensor"]
         if spec.is_symbolic:
-            spec = implementation.related_spec(inner["_local_tensor"], spec)
-        return cls(inner["_local_tensor"], spec, requires_grad=requires_grad)
+            block, spec = implementation.related(block, spec)
+        return cls(block, spec, requires_grad=requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
         return implementation.stable_hash(self)

@@ -27,12 +27,13 @@ from shardwise.tensor.indexing import replicated_index
 from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.redistribute_many import redistribute_many
-from shardwise.tensor.symbolic_specs import related_spec
+from shardwise.tensor.symbolic_specs import related
 from shardwise.torch_internals.collective_order import keep_collectives_alike
 from shardwise.torch_internals.eager_graphs import support_eager_graphs
 from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_by_metadata, guard_state
 from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
 from shardwise.torch_internals.late_numbers import restart_for_late_numbers
+from shardwise.torch_internals.symbolic_inputs import note_new_inputs
 from shardwise.torch_internals.symbolic_sizes import sign_of, symbolic_size, terms_of
 from shardwise.torch_internals.symbols_in_graphs import find_symbols_in_graphs
 from shardwise.torch_internals.tangents import accept_plain_tangents
@@ -58,10 +59,11 @@ def support_compile() -> None:
     guard_by_metadata(DTensor, _guard)
     Spec.live_mesh, Spec.shape_type = staticmethod(live_mesh), torch.Size
     implementation.stable_hash = _stable_hash
-    implementation.related_spec = related_spec
+    implementation.related = related
+    note_new_inputs()
     find_symbols_in_graphs()
     restart_for_late_numbers()
-    set_symbols(Symbols(symbolic_size, terms_of, sign_of))
+    set_symbols(Symbols(symbolic_size, terms_of, sign_of, torch.sym_min, torch.sym_max))
     guard_state(ScopedState(settings_key, _save_settings))
 
 

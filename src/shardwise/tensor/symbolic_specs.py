@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from shardwise.layout import Spec
+from shardwise.comm import coord_of
+from shardwise.layout import Spec, block_shape
 from shardwise.layout.sizes import as_sizes
+from shardwise.torch_internals.symbolic_inputs import as_block_of, is_new_input
 
-__all__ = ["refreshed", "related_spec"]
+__all__ = ["refreshed", "related"]
 
 
 def refreshed(spec: Spec) -> Spec:
@@ -21,20 +21,23 @@ def refreshed(spec: Spec) -> Spec:
     return Spec(spec.mesh, new, spec.dtype, Spec.shape_type(new.shape), stride, spec.units)
 
 
-def related_spec(block: Tensor, spec: Spec) -> Spec:
-    """The spec of an input of a traced program, after its sizes and those of its block were related to each other.
+def related(block: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
+    """A block and the spec of a traced program, after the sizes of the block were related to those of the spec.
 
-    To the compiler they are independent symbols. A dim that is split evenly has so many times the size of its block. Where it
-    is not, the sizes become numbers: the compiled program is for them alone.
+    To the compiler the sizes of an input and of its block are independent symbols. Those of the block become expressions of the
+    others, by which axes split the dims and by where this rank is.
     """
-    layout = spec.layout
-    on_mesh = block.dim() == layout.ndim  # a rank that is not on the mesh has an empty block
-    for d, dim in enumerate(layout.dims):
-        size = layout.shape[d]
-        parts = math.prod(layout.axes.sizes_of([a for f in dim for a in f.axes]))
-        inner_even = all(f.size % math.prod(layout.axes.sizes_of(f.axes)) == 0 for f in dim[1:])
-        if not (on_mesh and inner_even and block.shape[d] * parts == size):
-            int(size)
-            if on_mesh:
-                int(block.shape[d])
-    return refreshed(spec)
+    coord = coord_of(spec.mesh)
+    if coord is None or block.dim() != spec.ndim:  # a rank that is not on the mesh has an empty block
+        for n in spec.shape:
+            int(n)
+        return block, refreshed(spec)
+    shape = block_shape(spec.layout, coord)
+    if is_new_input(block) and any(n is not m for n, m in zip(as_sizes(block.shape), shape, strict=True)):
+        replaced = as_block_of(block, shape)
+        if replaced is not None:
+            return replaced, spec
+    for n, m in zip(block.shape, shape, strict=True):
+        if n != m:
+            int(m), int(n)
+    return block, refreshed(spec)

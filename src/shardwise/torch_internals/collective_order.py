@@ -22,12 +22,13 @@ from shardwise.torch_internals.collectives import traced_groups
 from shardwise.torch_internals.module_fixer import after_import
 from shardwise.torch_internals.ordered_ops import define_op
 
-__all__ = ["collectives_of", "keep_collectives_alike"]
+__all__ = ["collectives_of", "count_as_collective", "keep_collectives_alike"]
 
 _MARK = "shardwise_number"
 _END = "shardwise_region_end"
 _all_to_all = torch.ops._c10d_functional.all_to_all_single.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
+_complete: set[Any] = set()  # ops of our own that communicate
 _after = define_op(
     "after(Tensor x, Tensor[] waited) -> Tensor",
     lambda x, waited: x.clone(),
@@ -40,7 +41,15 @@ def collectives_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [n for n in graph.nodes if _is_collective(n) and any(a in traced_groups for a in _texts(n))]
 
 
+def count_as_collective(op: Any) -> None:
+    """Have an op be left alone, too: one that begins a collective and waits for it. It has the name of the group as an argument."""
+    _complete.add(op)
+    torch.fx.node.has_side_effect(op)  # passes that drop unused nodes keep it
+
+
 def _is_collective(node: torch.fx.Node) -> bool:
+    if node.target in _complete:
+        return True
     return getattr(node.target, "namespace", None) == "_c10d_functional" and node.target is not _wait
 
 
@@ -102,7 +111,7 @@ def _keep_in_their_pass(graph: torch.fx.Graph) -> None:
     for n in collectives_of(graph):
         if n in backward:
             n.meta["partitioner_tag"] = "must_be_in_backward"
-        elif n.target is _all_to_all:
+        elif n.target is _all_to_all or n.target in _complete:
             for node in (n, *n.users):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         else:
@@ -135,7 +144,7 @@ def _keep_unused(graph: torch.fx.Graph) -> None:
         unused = [
             n
             for n in graph.nodes
-            if n.target is _wait and not n.users and n.args[0] in ours and (n in of_backward) is is_backward
+            if not n.users and _is_result(n, ours) and (n in of_backward) is is_backward
         ]
         results = [n for n in output.args[0] if _is_tensor(n) and (n in of_backward) is is_backward]
         if not unused or not results:
@@ -146,6 +155,13 @@ def _keep_unused(graph: torch.fx.Graph) -> None:
         node.meta.update({k: v for k, v in least.meta.items() if k not in ("recompute", "desc")})
         node.meta["partitioner_tag"] = "is_backward" if is_backward else "is_forward"
         output.replace_input_with(least, node)
+
+
+def _is_result(node: torch.fx.Node, collectives: set[torch.fx.Node]) -> bool:
+    """Whether a node is what a collective has received."""
+    if node.target in _complete:
+        return node in collectives
+    return node.target is _wait and node.args[0] in collectives
 
 
 def _is_tensor(node: Any) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "is_own_collective",
     "monitors",
     "note_of",
+    "note_traced_group",
     "observers",
     "own_collectives",
     "reduce_scatter",
@@ -186,6 +187,11 @@ def all_to_all(
 ) -> Tensor:
     """Start to exchange parts of dim 0, whose lengths are given for each rank of the group."""
     return _call(_all_to_all, note, group, tensor, receive, send)  # type: ignore[no-any-return]
+
+
+def note_traced_group(group: str) -> None:
+    """Note that graphs of compilers may have collectives of this group."""
+    traced_groups.add(group)
 
 
 def broadcast(tensor: Tensor, source: int, group: str, note: Note | None = None) -> Tensor:

@@ -1,0 +1,72 @@
+"""Inputs of a compiled program that are tensor subclasses of symbolic sizes, while torch makes tensors without values of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.meta_utils import MetaConverter
+
+__all__ = ["as_block_of", "is_new_input", "note_new_inputs"]
+
+_converting: list[Any] = []
+
+
+def note_new_inputs() -> None:
+    """Have `is_new_input` know when torch converts an input."""
+    converter: Any = MetaConverter
+    original = converter._empty_create_subclass
+
+    def create(self: Any, description: Any, *args: Any, **kwargs: Any) -> Any:
+        _converting.append(None)
+        try:
+            out = original(self, description, *args, **kwargs)
+        finally:
+            _converting.pop()
+        for name, part in (description.attrs or {}).items():
+            self.set_tensor_memo(part, getattr(out, name))  # which `as_block_of` may have replaced
+        return out
+
+    converter._empty_create_subclass = create
+
+
+def is_new_input(block: Tensor) -> bool:
+    """Whether a tensor is a part of an input that torch is converting: no op has read it, and no graph knows it.
+
+    >>> is_new_input(torch.zeros(2))
+    False
+    """
+    return bool(_converting) and type(block) is FakeTensor
+
+
+def as_block_of(block: Any, shape: Sequence[Any]) -> Tensor | None:
+    """A new tensor without values in place of a part of an input, with sizes that are expressions of others.
+
+    To the compiler each size of each part is a symbol of its own, or a number if it is 0 or 1 or was the same before. Torch
+    checks at each call of the compiled code that the parts have the sizes that these expressions give.
+
+    Returns:
+        The tensor, or None if its strides do not follow from its sizes.
+    """
+    sizes, strides = ([_hint(n) for n in some] for some in (block.shape, block.stride()))
+    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+    stride: list[Any] = [0] * len(sizes)
+    step: Any = 1
+    known = 1
+    for d in reversed(order):
+        if strides[d] != known and sizes[d] != 1:
+            return None
+        stride[d] = step
+        known *= max(sizes[d], 1)
+        step = step * (shape[d] if isinstance(shape[d], int) else torch.sym_max(shape[d], 1))
+    if _hint(block.storage_offset()) != 0 or block.requires_grad:
+        return None
+    with block.fake_mode:
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
+
+
+def _hint(size: Any) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size  # type: ignore[no-any-return]
