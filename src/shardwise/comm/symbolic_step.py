@@ -22,7 +22,7 @@ from shardwise.layout import Axes, Factor, Layout
 from shardwise.layout.sizes import divides
 from shardwise.plan import AllGather, AllReduce, AllToAll, Identity, Permute, Plan, ReduceScatter, Slice, Step
 from shardwise.torch_internals.collective_order import count_as_collective
-from shardwise.torch_internals.collectives import note_traced_group
+from shardwise.torch_internals.collectives import note_traced_group, unwatched
 from shardwise.torch_internals.graph_values import mesh_named, name_mesh
 from shardwise.torch_internals.ordered_ops import define_op
 
@@ -97,7 +97,8 @@ def define_steps(run: Callable[[Plan, Tensor, DeviceMesh], Tensor]) -> None:
 
     def move(block: Tensor, text: str, sizes: Sequence[int], shape: Sequence[int], group: str) -> Tensor:
         plan, mesh = _plan_of(text, tuple(sizes))
-        out = run(plan, block, mesh_named(mesh))
+        with unwatched():
+            out = run(plan, block, mesh_named(mesh))
         return out.clone() if out is block else out.contiguous()
 
     def infer(block: Tensor, text: str, sizes: Any, shape: Any, group: str) -> Tensor:

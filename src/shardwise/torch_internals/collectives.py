@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "reduce_scatter",
     "subjects",
     "traced_groups",
+    "unwatched",
     "wait",
     "wait_unwatched",
     "waiting",
@@ -134,6 +136,8 @@ subjects: list[str] = []
 """What the collectives that are called now are for, beside their layouts, such as a module; the innermost last."""
 
 
+_unwatched: set[int] = set()  # threads
+
 traced_groups: set[str] = set()
 """The groups of collectives that were called on tensors without values: graphs of compilers may have these collectives."""
 
@@ -141,7 +145,7 @@ traced_groups: set[str] = set()
 def _call(op: Any, note: Note | None, group: str, tensor: Tensor, *args: Any) -> Any:
     if type(tensor) is not Tensor:
         traced_groups.add(group)
-    elif monitors and not tensor.is_meta:
+    elif monitors and not tensor.is_meta and not (_unwatched and get_ident() in _unwatched):
         note = note or _default_note(op, tensor)
         note = _with_subject(subjects[-1], note) if subjects and subjects[-1] else note
         if monitors[0].begin(group, note) and not observers:
@@ -189,6 +193,23 @@ def all_to_all(
     return _call(_all_to_all, note, group, tensor, receive, send)  # type: ignore[no-any-return]
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A block whose collectives no monitor knows of, as it knows of none in compiled code: other ranks may run other graphs.
+
+    >>> with unwatched():
+    ...     pass
+    """
+    thread = get_ident()
+    is_outermost = thread not in _unwatched
+    _unwatched.add(thread)
+    try:
+        yield
+    finally:
+        if is_outermost:
+            _unwatched.discard(thread)
+
+
 def note_traced_group(group: str) -> None:
     """Note that graphs of compilers may have collectives of this group."""
     traced_groups.add(group)
@@ -201,6 +222,8 @@ def broadcast(tensor: Tensor, source: int, group: str, note: Note | None = None)
 
 def wait(tensor: Tensor) -> Tensor:
     """Wait for the collective that returned this tensor, and return the tensor."""
+    if _unwatched and get_ident() in _unwatched:
+        return wait_unwatched(tensor)
     return monitors[0].wait(tensor) if monitors and type(tensor) is Tensor else wait_unwatched(tensor)
 
 
