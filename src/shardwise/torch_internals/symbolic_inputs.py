@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
+from torch.fx.experimental import symbolic_shapes
+from torch.utils._sympy.functions import FloorDiv
+
+from shardwise.layout.sizes import at_new_symbols
 
 __all__ = ["as_block_of", "is_new_input", "note_new_inputs"]
 
 _converting: list[Any] = []
+_chunks: set[Any] = set()  # sizes of blocks of an uneven split
+at_new_symbols.append(_chunks.clear)
 
 
 def note_new_inputs() -> None:
@@ -31,6 +37,25 @@ def note_new_inputs() -> None:
         return out
 
     converter._empty_create_subclass = create
+    _take_blocks_for_large()
+
+
+def _take_blocks_for_large() -> None:
+    """Have torch not ask whether a block has no or one element, where it can do without the answer.
+
+    The compiled code would depend on it, and the last blocks of an uneven split have any size. Torch does so for sizes that
+    depend on data, and for all if its setting `backed_size_oblivious` is on.
+    """
+    shapes: Any = symbolic_shapes
+    original = shapes._guard_or
+
+    def guard_or(question: Any, default: bool) -> bool:
+        if _chunks and isinstance(question, torch.SymBool) and question.node.expr.atoms(FloorDiv) & _chunks:
+            known = shapes._static_eval_sym_bool(question)
+            return default if known is None else known
+        return original(question, default)  # type: ignore[no-any-return]
+
+    shapes._guard_or = guard_or
 
 
 def is_new_input(block: Tensor) -> bool:
@@ -64,6 +89,9 @@ def as_block_of(block: Any, shape: Sequence[Any]) -> Tensor | None:
         step = step * (shape[d] if isinstance(shape[d], int) else torch.sym_max(shape[d], 1))
     if _hint(block.storage_offset()) != 0 or block.requires_grad:
         return None
+    for n in shape:
+        if isinstance(n, torch.SymInt):
+            _chunks.update(n.node.expr.atoms(FloorDiv))
     with block.fake_mode:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
 
