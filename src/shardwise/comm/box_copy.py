@@ -179,7 +179,8 @@ class Boxes(NamedTuple):
         """The boxes of a run of a block, along a new first dim."""
         inner = self._cut(block, run.union())
         if run.along is None:
-            return inner.expand(run.number, *inner.shape)
+            # compilers write to an expanded view by adding differences, which is not exact
+            return inner.unsqueeze(0) if run.number == 1 else inner.expand(run.number, *inner.shape)
         count = run.first[run.along][1]
         return inner.unflatten(run.along, (run.number, count)).movedim(run.along, 0)  # type: ignore[no-any-return]
 

@@ -120,6 +120,8 @@ def _merge_pair(a: Factor, b: Factor, sizes: Sequence[int]) -> tuple[Factor, ...
     if not a.axes:
         return (a, b)
     parts = [sizes[x] for x in a.axes]
+    if not _are_known(a.size, parts):
+        return (a, b)
     if b.axes:
         single = first_block(a.size, parts) <= 1 and _same_blocks(a.size, b.size, parts)
         return (Factor(a.size * b.size, a.axes + b.axes),) if single else (a, b)
@@ -131,6 +133,11 @@ def _merge_pair(a: Factor, b: Factor, sizes: Sequence[int]) -> tuple[Factor, ...
         if 1 < g < b.size and _same_blocks(a.size, g, parts):
             return (Factor(a.size * g, a.axes), Factor(b.size // g))
     return (a, b)
+
+
+def _are_known(size: int, parts: Sequence[int]) -> bool:
+    """Whether the blocks of a size are known to be even or to be uneven; those of a symbol may be either."""
+    return type(size) is int or divides(math.prod(parts), size)
 
 
 def _divisors(size: int, most: int) -> list[int]:
@@ -149,8 +156,12 @@ def _active_axes(f: Factor, sizes: Sequence[int]) -> int:
     return len(f.axes)
 
 
-def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor], tuple[int, ...]]:
+def atoms(
+    factors: Iterable[Factor], sizes: Sequence[int], ask: bool = False
+) -> tuple[list[Factor], tuple[int, ...]]:
     """The smallest factors with the same blocks, outermost first, and the idle axes, where only coord 0 owns anything.
+
+    `ask`: take a symbolic size apart if the axes divide the size at hand, too, which is a question.
 
     >>> atoms([Factor(12, (0, 1)), Factor(1, (2,)), Factor(5)], (2, 2, 2))
     ([Factor(size=2, axes=(0,)), Factor(size=2, axes=(1,)), Factor(size=15, axes=())], (2,))
@@ -162,7 +173,7 @@ def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor]
         idle += f.axes[active:]
         rest = Factor(f.size, f.axes[:active])
         while rest.axes:
-            first, rest = _first_atom(rest, sizes)
+            first, rest = _first_atom(rest, sizes, ask)
             out.append(first)
         if rest.size > 1 and out and not out[-1].axes:
             out[-1] = Factor(out[-1].size * rest.size)
@@ -171,8 +182,10 @@ def atoms(factors: Iterable[Factor], sizes: Sequence[int]) -> tuple[list[Factor]
     return out, tuple(sorted(idle))
 
 
-def _first_atom(f: Factor, sizes: Sequence[int]) -> tuple[Factor, Factor]:
+def _first_atom(f: Factor, sizes: Sequence[int], ask: bool) -> tuple[Factor, Factor]:
     outer = sizes[f.axes[0]]
+    if type(f.size) is not int and not divides(outer, f.size) and not (ask and f.size % outer == 0):
+        return f, Factor(1)
     if f.size % outer == 0:
         return Factor(outer, f.axes[:1]), Factor(f.size // outer, f.axes[1:])
     # If the atom's blocks have one element, its size is at most their number. Otherwise it is split unevenly, and
@@ -204,10 +217,7 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
     >>> canonical([Factor(3, (0,)), Factor(4)], (2,))
     (Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
     """
-    factors = tuple(factors)
-    if not all(type(f[0]) is int for f in factors):
-        several = sum(1 for f in factors if type(f[0]) is not int or f[0] != 1) > 1
-        factors = tuple([Factor(as_size(f[0]), f[1]) if not several else _even(f, sizes) for f in factors])
+    factors = tuple([f if type(f[0]) is int else Factor(as_size(f[0]), f[1]) for f in factors])
     if len(factors) == 1 and not factors[0].axes:
         return () if factors[0].size == 1 else factors
     out = []
@@ -226,12 +236,6 @@ def canonical(factors: Iterable[Factor], sizes: Sequence[int]) -> Dim:
         active = _active_axes(f, sizes)
         out[i] = Factor(f.size, f.axes[:active] + tuple(sorted(f.axes[active:])))
     return tuple(out)
-
-
-def _even(f: Factor, sizes: Sequence[int]) -> Factor:
-    """A factor of symbolic size that is split evenly; where it is not, its size becomes a number."""
-    size = as_size(f.size)
-    return Factor(int(size) if size % math.prod([sizes[a] for a in f.axes]) else size, f.axes)
 
 
 def with_idle(dims: Sequence[Dim], idle: tuple[int, ...], sizes: Sequence[int]) -> list[Dim]:

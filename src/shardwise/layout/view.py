@@ -71,20 +71,33 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[i
 
 
 def _regroup(layout: Layout, old: Sequence[Dim], new: Sequence[int], shape: tuple[int, ...]) -> list[Dim]:
-    sizes = layout.axes.sizes
-    factors, idle = atoms((f for dim in old for f in dim), sizes)
+    small = [f for dim in old for f in dim]
+    if layout.is_symbolic:
+        # without asking whether the axes divide a size, if that makes no difference
+        found = _take_all(*atoms(small, layout.axes.sizes), layout, new)
+        if not isinstance(found, int):
+            return found
+    found = _take_all(*atoms(small, layout.axes.sizes, ask=True), layout, new)
+    if isinstance(found, int):
+        raise _divides_blocks(layout, found, shape)
+    return found
+
+
+def _take_all(
+    factors: Sequence[Factor], idle: tuple[int, ...], layout: Layout, new: Sequence[int]
+) -> list[Dim] | int:
+    """Dims of these sizes, of some factors; or an axis whose blocks would be divided."""
     out: list[Dim] = []
     for size in new:
         taken = take(factors, size)
         if taken is None:
             ends = accumulate((f.size for f in factors), mul)
-            first = next(f for f, end in zip(factors, ends, strict=True) if f.axes and size % end)
-            raise _divides_blocks(layout, first.axes[0], shape)
+            return next(f for f, end in zip(factors, ends, strict=True) if f.axes and size % end).axes[0]
         dim, factors = taken
         out.append(dim)
     if idle and not out:
-        raise _divides_blocks(layout, idle[0], shape)
-    return with_idle(out, idle, sizes) if idle else out
+        return idle[0]
+    return with_idle(out, idle, layout.axes.sizes) if idle else out
 
 
 def _divides_blocks(layout: Layout, axis: int, shape: tuple[int, ...]) -> LayoutError:

@@ -60,7 +60,7 @@ def support_compile() -> None:
     Spec.live_mesh, Spec.shape_type = staticmethod(live_mesh), torch.Size
     implementation.stable_hash = _stable_hash
     implementation.related = related
-    note_new_inputs()
+    note_new_inputs(DTensor)
     find_symbols_in_graphs()
     restart_for_late_numbers()
     set_symbols(Symbols(symbolic_size, terms_of, sign_of, torch.sym_min, torch.sym_max))

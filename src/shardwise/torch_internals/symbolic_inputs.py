@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,23 +22,35 @@ _chunks: set[Any] = set()  # sizes of blocks of an uneven split
 at_new_symbols.append(_chunks.clear)
 
 
-def note_new_inputs() -> None:
-    """Have `is_new_input` know when torch converts an input."""
+def note_new_inputs(cls: type) -> None:
+    """Have `is_new_input` know when torch converts an input of a class, and have no symbols created for its parts."""
     converter: Any = MetaConverter
     original = converter._empty_create_subclass
 
-    def create(self: Any, description: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(
+        self: Any, description: Any, size: Any, stride: Any, env: Any, context: Any, *rest: Any
+    ) -> Any:
+        if description.type is None or not issubclass(description.type, cls) or context is None:
+            return original(self, description, size, stride, env, context, *rest)
+        inner = {name: _static(part) for name, part in context.inner_contexts.items()}
+        context = replace(context, inner_contexts=inner)
         _converting.append(None)
         try:
-            out = original(self, description, *args, **kwargs)
+            out = original(self, description, size, stride, env, context, *rest)
         finally:
             _converting.pop()
-        for name, part in (description.attrs or {}).items():
+        for name, part in description.attrs.items():
             self.set_tensor_memo(part, getattr(out, name))  # which `as_block_of` may have replaced
         return out
 
     converter._empty_create_subclass = create
     _take_blocks_for_large()
+
+
+def _static(context: Any) -> Any:
+    """The context of a tensor whose sizes are numbers."""
+    static = [symbolic_shapes.DimDynamic.STATIC] * len(context.dynamic_sizes)
+    return replace(context, dynamic_sizes=static, constraint_sizes=[None] * len(static))
 
 
 def _take_blocks_for_large() -> None:
