@@ -221,7 +221,7 @@ def factories(mesh):
 
 @uneven
 def transposed(mesh):
-    return lambda x: x.t().contiguous().sin().t() @ x.t(), lambda n: (tensor(mesh, n, 6),)
+    return lambda x: x.t().contiguous().sin() * 2, lambda n: (tensor(mesh, n, 6),)
 
 
 @uneven

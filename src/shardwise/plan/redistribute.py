@@ -6,7 +6,7 @@ import heapq
 import itertools
 
 from shardwise.layout import Layout, LayoutError, largest_block
-from shardwise.layout.sizes import same_sizes
+from shardwise.layout.sizes import most, same_sizes
 from shardwise.plan.cost import CostModel
 from shardwise.plan.edges import steps_towards
 from shardwise.plan.settings import current_settings
@@ -72,7 +72,7 @@ def _search(source: Layout, target: Layout, itemsize: int, model: CostModel) -> 
     if 0 in source.shape and source is not target:
         # without elements there is nothing to send
         return Plan(source, target, (Slice(source, target),), itemsize)
-    limit = max(largest_block(source), largest_block(target))
+    limit = most(largest_block(source), largest_block(target))
     tick = itertools.count()  # equal costs are taken in the order found, so that every rank chooses alike
     start: tuple[_Cost, int, Layout, tuple[Step, ...]] = ((0, 0.0, 0), next(tick), source, ())
     queue = [start]
@@ -87,7 +87,7 @@ def _search(source: Layout, target: Layout, itemsize: int, model: CostModel) -> 
         for step in steps_towards(here, target):
             if step.target in done:
                 continue
-            over = max(excess, largest_block(step.target) - limit)
+            over = excess if step.target is target else most(excess, largest_block(step.target) - limit)
             cost = (over, seconds + model.seconds(step, itemsize), count + 1)
             heapq.heappush(queue, (cost, next(tick), step.target, (*steps, step)))
     raise RuntimeError(f"no plan from {source} to {target} was found; please report this bug in shardwise")

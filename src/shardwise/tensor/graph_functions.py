@@ -34,7 +34,7 @@ from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, gu
 from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
 from shardwise.torch_internals.late_numbers import restart_for_late_numbers
 from shardwise.torch_internals.symbolic_inputs import note_new_inputs
-from shardwise.torch_internals.symbolic_sizes import sign_of, symbolic_size, terms_of
+from shardwise.torch_internals.symbolic_sizes import hash_by_expression, sign_of, symbolic_size, terms_of
 from shardwise.torch_internals.symbols_in_graphs import find_symbols_in_graphs
 from shardwise.torch_internals.tangents import accept_plain_tangents
 
@@ -60,6 +60,7 @@ def support_compile() -> None:
     Spec.live_mesh, Spec.shape_type = staticmethod(live_mesh), torch.Size
     implementation.stable_hash = _stable_hash
     implementation.related = related
+    hash_by_expression()
     note_new_inputs(DTensor)
     find_symbols_in_graphs()
     restart_for_late_numbers()

@@ -17,6 +17,7 @@ from shardwise.torch_internals.late_numbers import becomes_number
 __all__ = [
     "SizeNode",
     "SymbolicSize",
+    "hash_by_expression",
     "is_symbolic_number",
     "sign_of",
     "symbolic_size",
@@ -88,14 +89,32 @@ def is_symbolic_number(x: object) -> bool:
 
 
 def value_of_symbol(x: Any) -> Any:
-    """The value of a symbol that is not a whole number, on which the compiled code then depends.
+    """The form of a symbol that is not a whole number in a call: of a truth value the value, on which the compiled code depends.
 
     >>> value_of_symbol(2)
     2
     """
     if isinstance(x, torch.SymFloat):
-        return float(x)
+        known = x.node.maybe_as_float()
+        return x if known is None else known
     return bool(x) if isinstance(x, torch.SymBool) else x
+
+
+def hash_by_expression() -> None:
+    """Have a number that was calculated from symbolic sizes, such as 2 / (n - 1), be hashed without becoming a constant.
+
+    >>> hash_by_expression()
+    """
+    cls: Any = torch.SymFloat
+    original = cls.__hash__
+
+    def hash_of(self: Any) -> int:
+        expression = getattr(self.node, "expr", None)
+        if expression is None or self.node.maybe_as_float() is not None:
+            return original(self)  # type: ignore[no-any-return]
+        return hash(expression)
+
+    cls.__hash__ = hash_of
 
 
 def terms_of(size: Any) -> dict[Any, int]:
