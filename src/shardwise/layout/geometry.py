@@ -77,11 +77,15 @@ def block_offset(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:
     sizes = layout.axes.sizes
     out = []
     for dim, size in zip(layout.dims, layout.shape, strict=True):
+        ranges = _ranges(dim, sizes, coord)
+        if len(dim) == 1 and len(dim[0].axes) == 1:  # an empty block begins at the end
+            out.append(ranges[0][0])
+            continue
         offset, empty = 0, False
-        for f, (lo, hi) in zip(dim, _ranges(dim, sizes, coord), strict=True):
+        for f, (lo, hi) in zip(dim, ranges, strict=True):
             offset, empty = offset * f.size + lo, empty or lo == hi
         out.append(size if empty else offset)
-    return tuple(out)
+    return as_sizes(out) if layout.is_symbolic else tuple(out)
 
 
 def owned(layout: Layout, coord: Sequence[int]) -> tuple[Sequence[int], ...]:

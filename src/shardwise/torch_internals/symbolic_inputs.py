@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,13 +14,11 @@ from torch._subclasses.meta_utils import MetaConverter
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy.functions import FloorDiv
 
-from shardwise.layout.sizes import at_new_symbols
+from shardwise.torch_internals.symbolic_sizes import belongs_to_layouts
 
 __all__ = ["as_block_of", "is_new_input", "note_new_inputs"]
 
 _converting: list[Any] = []
-_chunks: set[Any] = set()  # sizes of blocks of an uneven split
-at_new_symbols.append(_chunks.clear)
 
 
 def note_new_inputs(cls: type) -> None:
@@ -63,12 +62,29 @@ def _take_blocks_for_large() -> None:
     original = shapes._guard_or
 
     def guard_or(question: Any, default: bool) -> bool:
-        if _chunks and isinstance(question, torch.SymBool) and question.node.expr.atoms(FloorDiv) & _chunks:
+        if belongs_to_layouts(question) and _asks_for_few(question.node.expr):
             known = shapes._static_eval_sym_bool(question)
             return default if known is None else known
         return original(question, default)  # type: ignore[no-any-return]
 
     shapes._guard_or = guard_or
+
+
+_FEW: dict[Any, tuple[int, ...]] = {
+    sympy.Eq: (0, 1),
+    sympy.Ne: (0, 1),
+    sympy.Le: (0, 1),
+    sympy.Gt: (0, 1),
+    sympy.Lt: (1, 2),
+    sympy.Ge: (1, 2),
+}
+
+
+def _asks_for_few(question: Any) -> bool:
+    """Whether a question is whether a block has no element or one: a size that was rounded up is compared with 0 or 1."""
+    if getattr(question, "rhs", None) not in _FEW.get(type(question), ()):
+        return False
+    return any(f.divisor.is_Integer and f.base.as_coeff_Add()[0] == f.divisor - 1 for f in question.atoms(FloorDiv))
 
 
 def is_new_input(block: Tensor) -> bool:
@@ -102,9 +118,6 @@ def as_block_of(block: Any, shape: Sequence[Any]) -> Tensor | None:
         step = step * (shape[d] if isinstance(shape[d], int) else torch.sym_max(shape[d], 1))
     if _hint(block.storage_offset()) != 0 or block.requires_grad:
         return None
-    for n in shape:
-        if isinstance(n, torch.SymInt):
-            _chunks.update(n.node.expr.atoms(FloorDiv))
     with block.fake_mode:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
 

@@ -17,6 +17,7 @@ from shardwise.torch_internals.late_numbers import becomes_number
 __all__ = [
     "SizeNode",
     "SymbolicSize",
+    "belongs_to_layouts",
     "hash_by_expression",
     "is_symbolic_number",
     "sign_of",
@@ -77,6 +78,16 @@ def symbolic_size(size: Any) -> Any:
         own = SizeNode(expression, env, int, node._hint, None, node.fx_node)
         found = _interned.setdefault(key, SymbolicSize(own, key))
     return found
+
+
+def belongs_to_layouts(symbol: Any) -> bool:
+    """Whether a symbol is one of the program whose layouts have symbolic sizes: the one that is being traced.
+
+    >>> belongs_to_layouts(2)
+    False
+    """
+    env = getattr(getattr(symbol, "node", None), "shape_env", None)
+    return env is not None and env is _current[0]()
 
 
 def is_symbolic_number(x: object) -> bool:
