@@ -13,6 +13,7 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.schema import op_info
 from shardwise.comm import Coord, on_mesh
 from shardwise.layout import Axes, Factor, Layout, Spec
+from shardwise.layout.sizes import as_size, least, most
 from shardwise.plan import Move, Plan, plan_redistribute
 from shardwise.plan.exchange import Range, Ranges, chunked, place_of
 from shardwise.tensor.dtensor import DTensor
@@ -106,7 +107,7 @@ class SplitDim(NamedTuple):
 
     def ranges(self, size: int) -> tuple[Range, ...]:
         """The range of each rank if the dim has this size, by its position on the axes."""
-        return chunked(int(size), self.axes, self.on)  # a symbolic size becomes a number
+        return chunked(as_size(size), self.axes, self.on)
 
     def part_ranges(self, sizes: Sequence[int]) -> tuple[Ranges, ...]:
         """The ranges of each rank if the dim consists of parts that are each split by the axes."""
@@ -147,8 +148,8 @@ def clamp_range(r: Range, low: int, high: int) -> Range:
     >>> clamp_range((-2, 3), 0, 8), clamp_range((9, 12), 0, 8)
     ((0, 3), (8, 8))
     """
-    first = min(max(r[0], low), max(high, low))
-    return first, max(min(r[1], high), first)
+    first = least(most(r[0], low), most(high, low))
+    return first, most(least(r[1], high), first)
 
 
 def pad_range(block: Tensor, d: int, has: Range, wants: Range, value: float = 0) -> Tensor:

@@ -14,9 +14,11 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.comm import Coord, block_of
 from shardwise.layout import Factor, Layout, Spec
+from shardwise.layout.sizes import least, most, same_sizes
 from shardwise.plan import Move, Plan, plan_exchanges
 from shardwise.plan.exchange import Range, Ranges
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.symbolic_specs import refreshed
 
 __all__ = ["ALTERNATIVES"]
 
@@ -45,9 +47,10 @@ def _roll(call: OpCall, resolution: Resolution) -> Alternative | None:
 
     def target(n: int, shift: int) -> _Target:
         def roll(r: Range) -> Ranges:
-            low, length = (r[0] + shift) % max(n, 1), r[1] - r[0]
-            first = min(length, n - low)
-            return ((low, low + first), (0, length - first)) if length > first else ((low, low + length),)
+            low, length = (r[0] + shift) % most(n, 1), r[1] - r[0]
+            first = least(length, n - low)
+            wraps = type(first) is not int or length > first
+            return ((low, low + first), (0, length - first)) if wraps else ((low, low + length),)
 
         return roll
 
@@ -56,7 +59,7 @@ def _roll(call: OpCall, resolution: Resolution) -> Alternative | None:
     if plan is None:
         return None
     spec = resolution.outputs[0].with_layout(x._spec.layout)
-    if any(shift % max(x.shape[d], 1) for d, shift in shifts.items()):
+    if any(shift % most(x.shape[d], 1) for d, shift in shifts.items()):
         return block_program(call, spec, [Operand("self")], plan)
     return block_program(call, spec, [Operand("self")], lambda coord, block: block.clone(), plan)
 
@@ -86,7 +89,7 @@ class _Padding(NamedTuple):
 
     def kept(self, r: Range) -> Range:
         """The part of a range of the result that is not padding."""
-        return clamp_range(r, max(self.left, 0), min(self.left + self.size, self.padded))
+        return clamp_range(r, max(self.left, 0), least(self.left + self.size, self.padded))
 
     def owned(self, r: Range) -> Range:
         """The range of the result that a range of the dim becomes."""
@@ -149,7 +152,7 @@ def _cat(call: OpCall, resolution: Resolution) -> Alternative | None:
     if split is None or any(t.dtype != out.dtype for t in tensors):
         return None
     layout: Layout = tensors[lead]._spec.layout
-    if len(used) > 1 and all(getattr(tensors[i], "_spec", None) is tensors[lead]._spec for i in used):
+    if len(used) > 1 and all(_are_split_alike(tensors[i], tensors[lead]) for i in used):
         return _pack(call, out, d, used, layout)
     is_plain = [not isinstance(t, DTensor) for t in tensors]
     if any(op not in ("sum", "avg") for _, op in layout.partial) or (layout.partial and any(is_plain)):
@@ -182,6 +185,15 @@ def _pack(call: OpCall, out: Spec, d: int, used: list[int], layout: Layout) -> A
     return block_program(
         call, out.with_layout(target), operands, lambda coord, *blocks: torch.cat(list(blocks), d)
     )
+
+
+def _are_split_alike(t: Tensor, other: DTensor) -> bool:
+    """Whether a tensor has the spec of another; whether symbolic sizes are equal is a question."""
+    if not isinstance(t, DTensor) or not t._spec.is_symbolic:
+        return getattr(t, "_spec", None) is other._spec
+    if t._spec.placements != other._spec.placements or not same_sizes(t.shape, other.shape):
+        return False
+    return refreshed(t._spec) is refreshed(other._spec)
 
 
 def _split_of(t: Tensor, d: int) -> SplitDim | None:

@@ -14,7 +14,7 @@ from shardwise.call.op_call import OpCall
 from shardwise.call.resolve import Resolution
 from shardwise.comm import Coord
 from shardwise.layout import Factor, Layout, Spec, block_shape
-from shardwise.layout.sizes import same_sizes
+from shardwise.layout.sizes import least, most, same_sizes
 from shardwise.plan import Move, plan_exchanges
 from shardwise.plan.exchange import Range
 from shardwise.tensor.dtensor import DTensor
@@ -35,7 +35,9 @@ class _Slice(NamedTuple):
 
     def part(self, r: Range) -> Range:
         """The positions of the slice that are in a range of the dim."""
-        first, last = (min(max(-((self.start - end) // self.step), 0), self.length) for end in r)
+        first, last = (
+            least(most((end - self.start + self.step - 1) // self.step, 0), self.length) for end in r
+        )
         return first, last
 
     @property
@@ -67,8 +69,14 @@ def _slice_of(call: OpCall, layout: Layout, full: Sequence[int], part: Sequence[
     split, step = split_dim(layout, d), call.named["step"]
     if split is None:
         return None
-    start = range(full[d])[call.named["start"] : call.named["end"] : step].start
+    start = _start(call.named["start"], full[d])
     return _Slice(split, start, step, part[d], split.ranges(full[d]))
+
+
+def _start(start: int | None, size: int) -> int:
+    """The first position of a slice of a dim, which may be given from its end or beyond it."""
+    start = 0 if start is None else start
+    return least(most(start + size, 0) if start < 0 else start, size)  # type: ignore[no-any-return]
 
 
 class _Packed(NamedTuple):
@@ -107,7 +115,7 @@ def _packed_slice(call: OpCall, out: Spec, packed: _Packed | None) -> Alternativ
     if packed is None or call.named["step"] != 1:
         return None
     d = packed.dim
-    start = range(packed.layout.shape[d])[call.named["start"] : call.named["end"]].start
+    start = _start(call.named["start"], packed.layout.shape[d])
     taken = packed.take(start, out.shape[d])
     if taken is None:
         return None

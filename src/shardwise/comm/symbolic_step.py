@@ -19,8 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import coord_of
 from shardwise.layout import Axes, Factor, Layout
-from shardwise.layout.sizes import divides
-from shardwise.plan import AllGather, AllReduce, AllToAll, Identity, Permute, Plan, ReduceScatter, Slice, Step
+from shardwise.layout.sizes import as_sizes, divides
+from shardwise.plan import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Identity,
+    Permute,
+    Plan,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+from shardwise.plan.exchange import Extent
 from shardwise.torch_internals.collective_order import count_as_collective
 from shardwise.torch_internals.collectives import note_traced_group, unwatched
 from shardwise.torch_internals.graph_values import mesh_named, name_mesh
@@ -29,7 +41,7 @@ from shardwise.torch_internals.ordered_ops import define_op
 __all__ = ["define_steps", "depends_on_sizes", "step_at_run_time"]
 
 _KINDS: dict[str, type[Step]] = {
-    kind.__name__: kind for kind in (Slice, Identity, AllGather, AllToAll, Permute, ReduceScatter)
+    kind.__name__: kind for kind in (Slice, Identity, AllGather, AllToAll, Permute, ReduceScatter, Exchange)
 }
 _ops: dict[str, Any] = {}
 
@@ -38,6 +50,8 @@ def depends_on_sizes(step: Step) -> bool:
     """Whether the blocks of a step are known only when the sizes are."""
     if isinstance(step, AllReduce):  # each rank sends its block as it is
         return False
+    if isinstance(step, Exchange):
+        return step.source.is_symbolic
     return _is_uneven(step.source) or _is_uneven(step.target)
 
 
@@ -61,11 +75,30 @@ def step_at_run_time(step: Step, mesh: DeviceMesh, group: str) -> Callable[[Tens
         "source": _encode(step.source, sizes),
         "target": _encode(step.target, sizes),
     }
-    text, shape = json.dumps(said), list(step.shape_at(coord_of(mesh) or ()))
+    if isinstance(step, Exchange):
+        parts = {"dim": step.dim, "owned": step.owned, "wanted": step.wanted, "extents": step.extents}
+        said |= {name: _encode_numbers(part, sizes) for name, part in parts.items()}
+    text, shape = json.dumps(said), list(as_sizes(step.shape_at(coord_of(mesh) or ())))
     if not group:
         return lambda block: _ops["rearrange"](block, text, sizes, shape, "")
     note_traced_group(group)
     return lambda block: _ops["communicate"](block, text, sizes, shape, group)
+
+
+def _encode_numbers(value: Any, sizes: list[Any]) -> Any:
+    """Nested tuples of numbers with places for symbols, which are appended to a list."""
+    if isinstance(value, tuple):
+        return [_encode_numbers(v, sizes) for v in value]
+    if type(value) is int:
+        return value
+    sizes.append(value)
+    return None
+
+
+def _decode_numbers(said: Any, sizes: list[int]) -> Any:
+    if isinstance(said, list):
+        return tuple(_decode_numbers(v, sizes) for v in said)
+    return sizes.pop(0) if said is None else said
 
 
 def _encode(layout: Layout, sizes: list[Any]) -> Any:
@@ -88,7 +121,11 @@ def _plan_of(text: str, sizes: tuple[int, ...]) -> tuple[Plan, str]:
     said, rest = json.loads(text), list(sizes)
     on = Axes(tuple(said["on"][0]), tuple(said["on"][1]))
     source, target = (_decode(said[end], on, rest) for end in ("source", "target"))
-    step = _KINDS[said["kind"]](source, target, tuple(said["axes"]))
+    kind, parts = _KINDS[said["kind"]], {}
+    if kind is Exchange:
+        parts = {name: _decode_numbers(said[name], rest) for name in ("dim", "owned", "wanted", "extents")}
+        parts["extents"] = tuple(Extent(*extent) for extent in parts["extents"])
+    step = kind(source, target, tuple(said["axes"]), **parts)
     return Plan(source, target, (step,), 1), said["mesh"]
 
 

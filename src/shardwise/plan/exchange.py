@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.layout import Axes, Layout, cut
-from shardwise.layout.sizes import cached
+from shardwise.layout.sizes import as_size, cached, least, most
 from shardwise.plan.step import Plan, Step
 
 __all__ = ["Exchange", "Extent", "Move", "Range", "Ranges", "chunked", "place_of", "plan_exchanges"]
@@ -88,6 +88,11 @@ def overlaps(owned: Ranges, wanted: Ranges) -> list[Overlap]:
     return sorted(out, key=lambda o: o.into)
 
 
+def _common(owned: Ranges, wanted: Ranges) -> int:
+    """The number of positions that are in both."""
+    return sum(most(least(high, b) - most(low, a), 0) for low, high in wanted for a, b in owned)
+
+
 @dataclass(frozen=True)
 class Exchange(Step):
     """Each rank gets the ranges of a dim that it wants from the ranks that own them; ranges that it owns are not sent.
@@ -109,15 +114,16 @@ class Exchange(Step):
     @cached_property
     def elements(self) -> int:
         pairs = zip(self.owned, self.wanted, strict=True)
-        arriving = sum(total(w) - sum(o.length for o in overlaps(h, w)) for h, w in pairs)
+        arriving = sum(total(w) - _common(h, w) for h, w in pairs)
         used = {*self.axes, *(a for d, e in enumerate(self.extents) if d != self.dim for a in e.axes)}
         copies = math.prod(n for a, n in enumerate(self.source.axes.sizes) if a not in used)
         beside = math.prod(sum(e.lengths) for d, e in enumerate(self.extents) if d != self.dim)
-        return arriving * copies * beside
+        return as_size(arriving * copies * beside)  # type: ignore[no-any-return]
 
     @property
     def is_collective(self) -> bool:
-        return self.elements > 0
+        # where it depends on the size whether something moves, the rank decides when it knows the size
+        return type(self.elements) is not int or self.elements > 0
 
     def shape_at(self, coord: Sequence[int]) -> tuple[int, ...]:
         out = list(self.shape_before(coord))
@@ -149,15 +155,34 @@ def plan_exchanges(source: Layout, moves: Sequence[Move], itemsize: int) -> Plan
     [5:tp, 4] -> [5:tp, 4]
       exchange over tp along dim 0: [5:tp, 4]   32 B
     """
+    if source.is_symbolic:
+        moves = [Move(m.dim, m.axes, _in_form(m.owned), _in_form(m.wanted)) for m in moves]
     extents = [_extent(source, d) for d in range(source.ndim)]
     for move in moves:
         extents[move.dim] = Extent(move.axes, tuple(map(total, move.owned)))
     steps = []
     for dim, axes, owned, wanted in moves:
-        if owned != wanted:
+        if owned is not wanted and not _are_same(owned, wanted):
             steps.append(Exchange(source, source, axes, dim, owned, wanted, tuple(extents)))
             extents[dim] = Extent(axes, tuple(map(total, wanted)))
     return Plan(source, source, tuple(steps), itemsize)
+
+
+def _in_form(ranges: tuple[Ranges, ...]) -> tuple[Ranges, ...]:
+    return tuple(tuple((as_size(a), as_size(b)) for a, b in each) for each in ranges)
+
+
+def _are_same(owned: tuple[Ranges, ...], wanted: tuple[Ranges, ...]) -> bool:
+    """Whether ranges are the same, as expressions where they are symbols."""
+    if [len(r) for r in owned] != [len(r) for r in wanted]:
+        return False
+    pairs = [
+        (m, n)
+        for a, b in zip(owned, wanted, strict=True)
+        for r, s in zip(a, b, strict=True)
+        for m, n in zip(r, s, strict=True)
+    ]
+    return all(m is n or (type(m) is type(n) is int and m == n) for m, n in pairs)
 
 
 def _extent(layout: Layout, d: int) -> Extent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardwise.layout.sizes import least, most
 from shardwise.plan.exchange import Range
 
 __all__ = ["Window"]
@@ -42,5 +43,5 @@ class Window(NamedTuple):
             return 0, 0
         first = -((self.span - 1 - low - self.padding) // self.stride)
         last = (high - 1 + self.padding) // self.stride + 1
-        first = min(max(first, 0), count)
-        return first, max(min(last, count), first)
+        first = least(most(first, 0), count)
+        return first, most(least(last, count), first)

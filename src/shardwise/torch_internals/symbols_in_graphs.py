@@ -93,7 +93,13 @@ def find_symbols_in_graphs() -> None:
     sizes.__setitem__, module._sym_register = track_size, register
 
 
-_BINARY = {"Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
+_BINARY = {
+    "Mul": operator.mul,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
 
 
 def _halves(expression: Any) -> tuple[Any, Any, Any] | None:
