@@ -261,6 +261,21 @@ def in_place(mesh):
 
 
 @uneven
+def argument_in_place(mesh):
+    def fn(x, y):
+        x.mul_(2)
+        return x + y
+
+    return fn, lambda n: (tensor(mesh, n, 6, grad=False), tensor(mesh, n, 6, seed=1))
+
+
+@uneven
+def block_of_it(mesh):
+    """Code on blocks, whose sizes depend on the rank."""
+    return lambda x: x.to_local()[1:].sum(0) + x.to_local().shape[0], lambda n: (tensor(mesh, n, 6),)
+
+
+@uneven
 def both(mesh):
     """Two dims vary, of which one is split."""
     return lambda x, y: (x @ y).relu(), lambda n: (tensor(mesh, n, n + 1), tensor(mesh, n + 1, 4, at=R))
@@ -274,7 +289,16 @@ def slices(mesh):
     return lambda x: (x[1:] * 2, x[:-2].sin(), x[::2]), lambda n: (tensor(mesh, n, 6),)
 
 
-@uneven
+ONE_EACH: dict[str, Program] = {}
+"""Programs of which each size is a graph of its own, as before."""
+
+
+def one_each(make: Program) -> Program:
+    ONE_EACH[make.__name__] = make
+    return make
+
+
+@one_each
 def joined(mesh):
     return lambda x, y: torch.cat([x, y]).sin(), lambda n: (tensor(mesh, n, 6), tensor(mesh, n, 6, seed=1))
 
@@ -298,6 +322,15 @@ def sorted_rows(mesh):
     return lambda x: (x.topk(2, 0)[0], x.sort(0)[0], x.cumsum(0)), lambda n: (tensor(mesh, n, 6),)
 
 
-@uneven
+@one_each
 def indices_of_largest(mesh):
     return lambda x: (x.max(0)[0], x.argmax(0)), lambda n: (tensor(mesh, n, 6),)
+
+
+@one_each
+def argument_and_view(mesh):
+    def arguments(n):
+        x = tensor(mesh, n, 6, grad=False)
+        return x, x.t()
+
+    return lambda x, y: (x * 2, y + 1), arguments

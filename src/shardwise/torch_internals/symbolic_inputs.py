@@ -47,6 +47,8 @@ def note_new_inputs(cls: type) -> None:
 
 def _static(context: Any) -> Any:
     """The context of a tensor whose sizes are numbers."""
+    if context is None:
+        return None
     static = [symbolic_shapes.DimDynamic.STATIC] * len(context.dynamic_sizes)
     return replace(context, dynamic_sizes=static, constraint_sizes=[None] * len(static))
 
