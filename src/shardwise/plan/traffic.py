@@ -72,7 +72,7 @@ def _shared(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
 
 
 def _shared_symbolic(pieces: list[Piece], sizes: tuple[int, ...]) -> int:
-    """`_shared` of pieces of symbolic sizes: these are split evenly, so the count is proportional to the size."""
+    """`_shared` of pieces of symbolic sizes as if these were split evenly: then the count is proportional to the size."""
     times: int = 1
     fixed = []
     for piece in pieces:
