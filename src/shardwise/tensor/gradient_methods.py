@@ -39,7 +39,7 @@ class GradientMethods:
         """The gradient; None before the first backward pass."""
         grad: Tensor | None = _get(self)
         if grad is not None:
-            grad.__dict__[_KNOWN] = True
+            grad._shardwise_known = True  # type: ignore[attr-defined]  # not by __dict__, which dynamo cannot trace
         return grad
 
     @grad.setter
