@@ -325,3 +325,12 @@ def test_dim_maps_say_what_the_dims_of_a_view_are_made_of():
     )  # fmt: skip
     with pytest.raises(AssertionError, match="cannot be expanded"):
         views.dim_maps[torch.broadcast_to](torch.empty(24, 36), (1, 2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripts_call_functions_that_are_patched():
+    def parts(z: Tensor) -> Tensor:
+        return torch.view_as_real(z)
+
+    z = torch.tensor([1 + 2j])
+    assert torch.equal(torch.jit.script(parts)(z), torch.view_as_real(z))
