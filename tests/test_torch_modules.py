@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import math
 import threading
@@ -236,6 +237,35 @@ def test_names_of_torchs_design_are_imported_and_refuse_to_be_used():
         from shardwise._op_schema import OpSchemes  # type: ignore[attr-defined] # noqa: F401
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("_ops._math_ops", "Partial"),
+        ("_api", "_StridedShard"),
+        ("_dispatch", "DTensorSpec"),
+        ("_ops.strategy_validation", "Placement"),
+        ("_utils", "_is_shard_like"),
+        ("_tp_conv", "DTensor"),
+        ("experimental._func_map", "Shard"),
+    ],
+)
+def test_names_are_also_where_torchs_modules_import_them(module, name):
+    homes = (sw, sw.placement_types, sw._dtensor_spec)
+    found = getattr(importlib.import_module(f"shardwise.{module}"), name)
+    assert found in [getattr(home, name, None) for home in homes]
+
+
+def test_a_name_that_no_module_has_is_missing_in_each():
+    for module in (_utils, views, sw.placement_types):
+        assert not hasattr(module, "Shards")
+    assert not hasattr(_utils, "normalize_too")
+
+
+def test_strides_of_blocks_keep_the_order_of_the_dims():
+    assert _utils.compute_local_stride((1, 8), (2, 6)) == (1, 2)
+    assert _utils.compute_local_stride((24, 1, 6), (2, 6, 4)) == (24, 1, 6)
+
+
 _SHAPES = [(), (3,), (2, 3), (1, 3, 1, 4), (2, 1, 4, 5)]
 
 
@@ -295,3 +325,12 @@ def test_dim_maps_say_what_the_dims_of_a_view_are_made_of():
     )  # fmt: skip
     with pytest.raises(AssertionError, match="cannot be expanded"):
         views.dim_maps[torch.broadcast_to](torch.empty(24, 36), (1, 2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripts_call_functions_that_are_patched():
+    def parts(z: Tensor) -> Tensor:
+        return torch.view_as_real(z)
+
+    z = torch.tensor([1 + 2j])
+    assert torch.equal(torch.jit.script(parts)(z), torch.view_as_real(z))

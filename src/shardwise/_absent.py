@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from shardwise._reexports import reexported
+
 __all__ = ["absent"]
 
 
@@ -17,8 +19,10 @@ class _Absent(type):
         raise NotImplementedError(cls._explanation)
 
 
-def absent(module: str, names: str, *, why: str, fix: str) -> Callable[[str], type]:
+def absent(module: str, names: str, *, why: str, fix: str) -> Callable[[str], Any]:
     """The `__getattr__` of a module with these names, which raise `NotImplementedError` when they are called.
+
+    It also has the names that its counterpart in torch imports from other modules of the package.
 
     Args:
         module: the module, without the name of the package.
@@ -31,9 +35,9 @@ def absent(module: str, names: str, *, why: str, fix: str) -> Callable[[str], ty
     """
     known = frozenset(names.split())
 
-    def get(name: str) -> type:
+    def get(name: str) -> Any:
         if name not in known:
-            raise AttributeError(f"module 'shardwise.{module}' has no attribute {name!r}")
+            return reexported(module, name)
         text = f"shardwise.{module}.{name} was used.\n  why: {why}\n  fix: {fix}"
         return _Absent(name, (), {"__module__": f"shardwise.{module}", "_explanation": text})
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._dtensor_spec import DTensorSpec, TensorMeta
+from shardwise._reexports import reexports
 from shardwise.api.distribute import distribute_tensor
 from shardwise.api.factories import empty, full, ones, zeros
 from shardwise.api.random_factories import rand, randn
@@ -72,3 +73,6 @@ class _ToTorchTensor:
     def apply(input: DTensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The same as `input.to_local(grad_placements=grad_placements)`."""
         return input.to_local(grad_placements=grad_placements)
+
+
+__getattr__ = reexports("_api")

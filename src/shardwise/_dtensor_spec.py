@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._reexports import reexports
 from shardwise.layout import (
     Partial,
     Placement,
@@ -151,3 +152,6 @@ class DTensorSpec(metaclass=_SpecType):
                 return None
             later.insert(counts.index(blocks), axis)
         return tuple(ShardOrderEntry(dim, tuple(axes[dim])) for dim in sorted(axes))
+
+
+__getattr__ = reexports("_dtensor_spec")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._reexports import reexports
 from shardwise.api.geometry import compute_local_shape_and_global_offset
 from shardwise.layout import (
     Axes,
@@ -26,6 +27,7 @@ from shardwise.layout import (
     global_shape,
     global_stride,
 )
+from shardwise.layout import global_stride as _strides_in_order_of
 from shardwise.tensor.construct import size_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.policy import policy
@@ -37,6 +39,7 @@ __all__ = [
     "compute_global_tensor_info",
     "compute_global_tensor_shape",
     "compute_local_shape_and_global_offset",
+    "compute_local_stride",
     "compute_local_tensor_info",
     "normalize_to_torch_size",
     "try_find_mesh_from_args",
@@ -187,3 +190,15 @@ def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMe
         why="None of them is a DTensor.",
         fix="Pass a DTensor: distribute_tensor(t, mesh, placements)",
     )
+
+
+def compute_local_stride(global_stride: Sequence[int], local_shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense block whose dims have the memory order of the whole tensor.
+
+    >>> compute_local_stride((1, 8), (2, 6))
+    (1, 2)
+    """
+    return _strides_in_order_of(local_shape, global_stride)
+
+
+__getattr__ = reexports("_utils")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -221,13 +222,31 @@ def _saved(mesh: sw.DeviceMesh) -> list[str]:
     return _differences(source, target)
 
 
+def _sent(mesh: sw.DeviceMesh) -> list[str]:
+    """`PGTransport` sends blocks, and makes tensors of the class that the sender had."""
+    from torch.distributed.checkpoint._pg_transport import PGTransport
+
+    pg, cpu = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    transport = PGTransport(pg, timedelta(seconds=30), cpu)
+    x = sw.distribute_tensor(torch.arange(12.0), mesh, [sw.Shard(0)] * mesh.ndim)
+    if dist.get_rank() == 0:
+        transport.send_checkpoint([1], {"x": x, "n": 3})
+    if dist.get_rank() != 1:
+        return []
+    got = transport.recv_checkpoint(0)
+    same = type(got["x"]) is sw.DTensor and torch.equal(
+        got["x"]._local_tensor, torch.arange(12.0 / mesh.size())
+    )
+    return [] if same and got["n"] == 3 and got["x"].placements == x.placements else [str(got)]
+
+
 def state_dicts() -> dict[str, list[str]]:
     """What is wrong, by option."""
     warnings.simplefilter("ignore")
     world = dist.get_world_size()
     mesh = sw.init_device_mesh("cpu", (2, 2) if world == 4 else (world,))
     out = {name: _through(how, mesh) for name, how in OPTIONS.items()}
-    out |= {"others": _other_states(mesh), "checkpoint": _saved(mesh)}
+    out |= {"others": _other_states(mesh), "checkpoint": _saved(mesh), "sent": _sent(mesh)}
     return {name: wrong for name, wrong in out.items() if wrong}
 
 

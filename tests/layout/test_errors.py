@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from shardwise.layout import LayoutError
+from shardwise.layout import Axes, Layout, LayoutError, Shard
 
 
 class SpecialError(LayoutError):
@@ -27,3 +27,10 @@ def test_pickling_keeps_type_and_fields(kind):
     assert type(error) is kind
     assert (error.what, error.why, error.fix) == ("a", "b", "c")
     assert str(error) == "a\n  why: b\n  fix: c"
+
+
+@pytest.mark.parametrize("kind", [LayoutError, IndexError, AssertionError, RuntimeError])
+def test_a_dim_that_the_tensor_does_not_have_is_each_of_torchs_errors(kind):
+    with pytest.raises(kind, match=r"Shard dim 1 is invalid for 1D tensor") as caught:
+        Layout.of((16,), Axes((2,)), [Shard(1)])
+    assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)

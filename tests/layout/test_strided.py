@@ -135,3 +135,16 @@ def test_specs_are_constructed_and_replaced_as_torch_has_it():
         assert ordered.layout is spec.layout
         with pytest.raises(LayoutError, match="tensor_meta"):
             DTensorSpec(mesh, given)
+
+
+@pytest.mark.parametrize("split_factor", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", range(14))
+def test_sizes_and_offsets_are_those_of_the_blocks(size, split_factor):
+    p = _StridedShard(0, split_factor=split_factor)
+    for chunks in (1, 2, 3, 4):
+        blocks, _ = p._split_tensor(torch.arange(size), chunks, with_padding=False)
+        for rank, block in enumerate(blocks):
+            indices = block.tolist()
+            assert p.local_shard_size_and_offset(size, chunks, rank, 1) == (len(indices), indices)
+            assert p.local_shard_size_and_offset(size, chunks, rank) == (len(indices), [*indices, -1][0])
+            assert p.local_shard_size_and_offset(size, chunks, rank, 2) == (len(indices), None)

@@ -130,3 +130,45 @@ def test_the_context_ends_with_an_exception_and_nests():
         dense = full(x.detach()).requires_grad_()
         (dense.log_softmax(-1) ** 2).sum().backward()
         torch.testing.assert_close(full(x.grad), dense.grad)
+
+
+def _one_loss(loss, logits, targets):
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(logits, mesh, [sw.Shard(1)])
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            loss(x, targets)
+        with loss_parallel():
+            return full(loss(x, targets))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        lambda x, y: F.cross_entropy(x, y, torch.arange(1.0, 5), label_smoothing=0.1),
+        lambda x, y: F.nll_loss(x, y, torch.arange(1.0, 5)),
+        lambda x, y: F.cross_entropy(x, F.one_hot(y, 4).float(), torch.arange(1.0, 5)),
+        lambda x, y: F.kl_div(x, F.one_hot(y, 4).float(), reduction="sum"),
+        lambda x, y: F.binary_cross_entropy_with_logits(x, F.one_hot(y, 4).float()),
+        lambda x, y: F.mse_loss(x, F.one_hot(y, 4).float()) + F.l1_loss(x, F.one_hot(y, 4).float()),
+    ],
+)
+def test_plain_targets_and_weights_count_as_replicated_in_losses(loss):
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 3, 1])
+    torch.testing.assert_close(_one_loss(loss, logits, targets), loss(logits, targets))
+
+
+def test_plain_tensors_are_refused_by_other_ops_in_the_context():
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.distribute_tensor(torch.randn(3, 4), mesh, [sw.Shard(1)])
+        # a value that ranks have terms of, which code outside of DTensors has not added up yet
+        terms = sw.DTensor.from_local(torch.ones(3, 4), mesh, [sw.Partial()]).to_local()
+        with loss_parallel():
+            for op in (torch.add, torch.mul, lambda a, b: a[b > 0]):
+                with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                    op(x, terms)
+            assert full(x + 1).equal(full(x) + 1)
+        with sw.policy(plain="replicate"), loss_parallel():
+            assert full(x + torch.ones(3, 4)).equal(full(x) + 1)

@@ -51,3 +51,23 @@ def test_sizes_that_may_differ_are_not_compared():
     assert note_user_collective("allreduce", (one,)) != note_user_collective("allreduce", (two,))
     assert note_user_collective("allgather", ([one], one)) == note_user_collective("allgather", ([two], two))
     assert note_user_collective("scatter", (one, [one])) == note_user_collective("scatter", (one, []))
+
+
+def errors_of_refused_collectives() -> list[str]:
+    """What gloo does not do: it says so when the result is waited for, if it does the collective in two steps."""
+    watch_world()
+    found = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(4), op=dist.ReduceOp.BAND),
+        lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * 4), op=dist.ReduceOp.BAND),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.processes
+def test_what_gloo_refuses_is_an_error_and_no_wait(workers):
+    for errors in workers.run(errors_of_refused_collectives):
+        assert all("Cannot use ReduceOp.BAND" in text for text in errors), errors

@@ -22,6 +22,7 @@ __all__ = [
     "compare_plain",
     "has_dtensor",
     "has_one_value",
+    "plain_counts",
     "plain_key",
     "plain_tensors_to_compare",
 ]
@@ -57,6 +58,17 @@ def plain_key(t: Tensor) -> Any:
     return form if has_one_value(t) else (current_settings().plain, in_backward(), form)
 
 
+def plain_counts(func: Any) -> bool:
+    """Whether the policy has plain operands of an op count as replicated."""
+    policy = current_settings().plain
+    return policy in ("replicate", "check") or (policy == "losses" and _is_loss(func))
+
+
+def _is_loss(func: Any) -> bool:
+    name = str(func)
+    return "loss" in name or "cross_entropy" in name
+
+
 def has_one_value(t: Tensor) -> bool:
     """Whether a tensor has one element, or is such a tensor expanded, as the zero tangents of forward-mode autograd are."""
     if t.numel() == 1 or t.layout is not torch.strided:
@@ -84,7 +96,7 @@ def _counts_as_replicated(call: OpCall, t: Tensor) -> bool:
     return (
         has_one_value(t)
         or in_backward()
-        or current_settings().plain != "error"
+        or plain_counts(call.func)
         or any(t is created for created in _created_by_torch(call))
         # an in-place op on a plain tensor may read numbers, such as a norm, from DTensors
         or (t is call.returned and all(d.numel() == 1 for d in call.tensors if isinstance(d, DTensor)))
@@ -95,7 +107,8 @@ def plain_tensors_to_compare(call: OpCall) -> list[int]:
     """The plain operands, by position among the tensors, that must be compared between ranks on every call."""
     if in_backward():
         return []
-    everything = current_settings().plain == "check"
+    policy = current_settings().plain
+    everything = policy == "check" or (policy == "losses" and call.simulated)
     created = [id(t) for t in _created_by_torch(call)]
     return [
         i

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.call.arguments import map_tensors
 from shardwise.call.op_call import OpCall
-from shardwise.call.operands import check_operands
+from shardwise.call.operands import check_operands, plain_counts
 from shardwise.comm import PerRank, axes_of, first_rank, lifted
 from shardwise.layout import Layout, Spec
 from shardwise.plan.settings import current_settings
@@ -104,7 +104,7 @@ def run_on_largest_mesh(func: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwar
     others = [t for t in call.tensors if isinstance(t, DTensor) and t.device_mesh != mesh]
     policy = current_settings().plain
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in others)
-    if needs_gradient or not (policy != "error" or in_backward()):
+    if needs_gradient or not (plain_counts(func) or in_backward()):
         check_operands(call)  # raises
 
     def lift(t: Any) -> Any:

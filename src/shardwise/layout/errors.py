@@ -1,10 +1,10 @@
-"""The error type of layouts: every error states what happened, why, and how to fix it."""
+"""The error types of layouts: every error states what happened, why, and how to fix it."""
 
 from __future__ import annotations
 
 from functools import partial
 
-__all__ = ["LayoutError"]
+__all__ = ["DimError", "LayoutError"]
 
 
 # Two bases, because torch raises ValueError for some of these errors and RuntimeError for others: code that catches
@@ -27,3 +27,8 @@ class LayoutError(ValueError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), why=self.why, fix=self.fix), (self.what,)
+
+
+# torch raises IndexError, AssertionError or RuntimeError for a dim that the tensor does not have, by the function.
+class DimError(LayoutError, IndexError, AssertionError):
+    """A placement splits a dim that the tensor does not have."""

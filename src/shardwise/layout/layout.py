@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
 from shardwise.layout.axes import Axes
-from shardwise.layout.errors import LayoutError
+from shardwise.layout.errors import DimError, LayoutError
 from shardwise.layout.factor import Dim, Factor, canonical
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard, StridedShard
@@ -201,7 +201,8 @@ def _normalize(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placemen
             )
         if isinstance(p, Shard | StridedShard):
             if not -len(shape) <= p.dim < len(shape):
-                raise LayoutError(
+                raise DimError(
+                    f"Shard dim {p.dim} is invalid for {len(shape)}D tensor: "
                     f"{type(p).__name__}({p.dim}) on axis {axes.names[a]} is out of range for shape {shape}.",
                     why=f"The tensor has {len(shape)} dims.",
                     fix=f"Use a dim in {-len(shape)}..{len(shape) - 1}." if shape else "Use Replicate().",

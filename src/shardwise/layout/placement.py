@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, ClassVar, Final
 
 from shardwise.layout.errors import LayoutError
 
-__all__ = ["REDUCE_OPS", "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard"]
+__all__ = [
+    "REDUCE_OPS",
+    "MaskPartial",
+    "OffsetMode",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+]
 
 REDUCE_OPS: Final = ("sum", "avg", "max", "min", "product")
 
@@ -138,6 +148,14 @@ def _joined(pieces: list[Any], dim: int) -> Any:
     return out
 
 
+class OffsetMode(IntEnum):
+    """What `StridedShard.local_shard_size_and_offset` returns of the indices of a block."""
+
+    FIRST = 0
+    ALL = 1
+    NONE = 2
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class StridedShard(Placement):
     """torch's way to write that an axis splits the blocks of later axes, or a factor of the dim: `_StridedShard`.
@@ -176,6 +194,28 @@ class StridedShard(Placement):
         if with_padding and any(padding):
             blocks = [_pad(b, self.dim, n) for b, n in zip(blocks, padding, strict=True)]
         return blocks, padding if with_padding else []
+
+    def local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: int, offset_mode: int = OffsetMode.FIRST
+    ) -> tuple[int, int | list[int] | None]:
+        """The size of block `rank` of `num_chunks`, and what `offset_mode` says: its first index (-1 if it is empty), all, or None.
+
+        >>> StridedShard(0, split_factor=2).local_shard_size_and_offset(9, 4, 1, OffsetMode.ALL)
+        (3, [2, 3, 6])
+        """
+        indices: list[int] = []
+        for part in range(self.split_factor):
+            size, begin = Shard.local_shard_size_and_offset(curr_local_size, self.split_factor, part)
+            length, first = Shard.local_shard_size_and_offset(size, num_chunks, rank)
+            indices += range(begin + first, begin + first + length)
+        match OffsetMode(offset_mode):
+            case OffsetMode.FIRST:
+                return len(indices), indices[0] if indices else -1
+            case OffsetMode.ALL:
+                return len(indices), indices
+        return len(indices), None
+
+    _local_shard_size_and_offset = local_shard_size_and_offset
 
     def __repr__(self) -> str:
         return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"

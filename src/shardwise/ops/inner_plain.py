@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.call.arguments import map_leaves, tensors_in
 from shardwise.call.op_call import OpCall
-from shardwise.call.operands import compare_plain, has_dtensor, has_one_value
+from shardwise.call.operands import compare_plain, has_dtensor, has_one_value, plain_counts
 from shardwise.ops.dropout import attention_with_dropout, uses_dropout
 from shardwise.ops.one_device import one_device
 from shardwise.plan.settings import current_settings, override_settings
@@ -36,10 +36,9 @@ def _check_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     plain = [t for t in tensors if not isinstance(t, DTensor) and not has_one_value(t)]
     if not plain or in_backward():
         return
-    policy = current_settings().plain
-    if policy == "error":
+    if not plain_counts(func):
         raise mixed_tensors_error(func, plain[0], first._spec)
-    if policy == "check" and not is_simulated_tensor(first):
+    if current_settings().plain == "check" and not is_simulated_tensor(first):
         compare_plain(func, plain, list(range(len(plain))), first.device_mesh)
 
 
@@ -59,6 +58,22 @@ def _replicated(result: Tensor, args: tuple[Any, ...]) -> DTensor:
     """A result that a composite op created and not computed, as for empty operands."""
     first = next(t for t in tensors_in(args) if isinstance(t, DTensor))
     return replicate(result, first.device_mesh, simulated=is_simulated_tensor(first))
+
+
+def _loss(func: Any) -> Callable[..., Any]:
+    """A composite loss: inside of `loss_parallel` its plain targets and weights count as replicated in the ops that it is made of."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if current_settings().plain != "losses":
+            with beneath_patches():
+                return func(*args, **kwargs)
+        compare = any(
+            is_simulated_tensor(t) for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, DTensor)
+        )
+        with override_settings(plain="check" if compare else "replicate"), beneath_patches():
+            return func(*args, **kwargs)
+
+    return run
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -150,6 +165,7 @@ _COMPOSITES = {
     "the integral of an empty tensor": (aten.trapezoid.x, aten.trapezoid.dx, aten.trapz.x, aten.trapz.dx),
     "the identity matrix": (aten.linalg_matrix_power.default, aten.matrix_power.default),
 }  # fmt: skip
+_LOSSES = (aten.cross_entropy_loss.default, aten.kl_div.default, aten.l1_loss.default)
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
@@ -165,6 +181,12 @@ def inner_plain_patches() -> list[KernelPatch | PythonPatch]:
             for func in funcs
         ),
         KernelPatch(attention, _attention, masks, has_dtensor),
+        *(
+            KernelPatch(
+                func, _loss(func), "targets and weights reach the ops that it is made of", has_dtensor
+            )
+            for func in _LOSSES
+        ),
         PythonPatch(
             (torch, "broadcast_tensors"),
             _broadcast,

@@ -16,7 +16,7 @@ from shardwise.tensor.consistency import check_equal
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.graph_calls import call_in_graph
 
-__all__ = ["count_plain_as_replicated", "module_input", "to_plain"]
+__all__ = ["count_plain_as_replicated", "count_targets_as_replicated", "module_input", "to_plain"]
 
 
 @partial(call_in_graph, changes_state=True)
@@ -24,6 +24,16 @@ def count_plain_as_replicated() -> None:
     """Have plain tensors count as replicated until `pop_settings`, compared where that is asked for or costs nothing."""
     compare = is_simulated() or current_settings().plain == "check"
     push_settings(plain="check" if compare else "replicate")
+
+
+@partial(call_in_graph, changes_state=True)
+def count_targets_as_replicated() -> None:
+    """Have plain operands of losses count as replicated until `pop_settings`; elsewhere they are what they were."""
+    policy = current_settings().plain
+    if policy == "error":
+        push_settings(plain="losses")
+    else:
+        push_settings(plain="check" if is_simulated() else policy)
 
 
 def module_input(t: Tensor, mesh: DeviceMesh) -> Tensor:

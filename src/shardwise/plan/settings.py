@@ -20,6 +20,7 @@ __all__ = [
     "Decisions",
     "Implicit",
     "Plain",
+    "PlainSetting",
     "Settings",
     "active",
     "at_forget",
@@ -37,6 +38,8 @@ __all__ = [
 
 Implicit = Literal["allow", "warn", "error", "strict"]
 Plain = Literal["error", "check", "replicate"]
+PlainSetting = Literal["error", "check", "replicate", "losses"]
+"""`Plain`, and inside of `loss_parallel`: plain tensors count as replicated as operands of losses only."""
 
 
 class Decisions:
@@ -96,7 +99,7 @@ class Settings:
     """One set of settings. `routes` is that of `decisions`, one attribute less for the hot path to read."""
 
     implicit: Implicit
-    plain: Plain
+    plain: PlainSetting
     decisions: Decisions
     routes: dict[int, Any]
     reuse: int  # bytes
@@ -104,7 +107,7 @@ class Settings:
     was_set: bool = True  # whether the thread had settings of its own before
 
     @property
-    def key(self) -> tuple[Implicit, Plain, CostModel, bool]:
+    def key(self) -> tuple[Implicit, PlainSetting, CostModel, bool]:
         """What decisions depend on."""
         return self.implicit, self.plain, self.decisions.model, self.decisions.traced
 
@@ -144,7 +147,7 @@ def current_costs() -> CostModel:
 def override_settings(
     *,
     implicit: Implicit | None = None,
-    plain: Plain | None = None,
+    plain: PlainSetting | None = None,
     model: CostModel | None = None,
     traced: bool | None = None,
     reuse: int | None = None,
@@ -159,7 +162,7 @@ def override_settings(
 
 def push_settings(
     implicit: Implicit | None = None,
-    plain: Plain | None = None,
+    plain: PlainSetting | None = None,
     model: CostModel | None = None,
     traced: bool | None = None,
     reuse: int | None = None,
@@ -173,7 +176,7 @@ def push_settings(
     _push(implicit or outer.implicit, plain or outer.plain, decisions, kept)
 
 
-def _push(implicit: Implicit, plain: Plain, decisions: Decisions, reuse: int) -> None:
+def _push(implicit: Implicit, plain: PlainSetting, decisions: Decisions, reuse: int) -> None:
     outer, was_set = current_settings(), active.get() is not None
     restore_settings(Settings(implicit, plain, decisions, decisions.routes, reuse, outer, was_set))
 

@@ -54,7 +54,8 @@ def _check_range(x: DTensor, index: Tensor, dim: int) -> None:
 
 def _replicated(x: DTensor, index: Any, dim: int) -> Any:
     if isinstance(index, Tensor):
-        if not isinstance(index, DTensor) and index.numel() != 1 and current_settings().plain == "error":
+        refused = current_settings().plain in ("error", "losses")
+        if refused and not isinstance(index, DTensor) and index.numel() != 1:
             raise mixed_tensors_error("x[index]", index, x._spec)
         return index
     is_sequence = isinstance(index, list | tuple | range) or hasattr(index, "__array__")

@@ -7,6 +7,7 @@ break: a receipt whose header has arrived is forgotten. Here the work is known, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -163,9 +164,13 @@ def register_work(tensor: Tensor) -> None:
 
 def is_done(work: Any, limit: timedelta) -> bool:
     """Wait for a work for some time; whether it is done. The error of one that failed is raised."""
+    begin = time.monotonic()
     try:
         _wait_method(work, limit)
     except RuntimeError:
+        # the work of a collective that gloo does in two steps is never completed if the first one fails
+        if time.monotonic() - begin < limit.total_seconds() / 2:
+            raise
         if not work.is_completed():
             return False
         _wait_method(work)  # it may have ended just after the limit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.jit import _builtins
 
 from shardwise.torch_internals.local_tensor import local_modes, without_local_mode
 
@@ -227,6 +229,10 @@ def _install_function(patch: PythonPatch) -> None:
         return run(original, *args, **kwargs)
 
     setattr(module, name, replacement)
+    if isinstance(original, types.BuiltinFunctionType) and (op := _builtins._find_builtin(original)):
+        _builtins._register_builtin(
+            replacement, op
+        )  # so that torch.jit.script knows it, as torch.distributed.optim needs
 
 
 def _install_op(patch: OpPatch) -> None:

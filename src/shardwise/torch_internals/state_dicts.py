@@ -23,6 +23,7 @@ __all__ = ["STATE_DICT_MODULES", "OurTensors", "know_both_classes"]
 _UTILITIES = "torch.distributed._state_dict_utils"
 STATE_DICT_MODULES = (
     _UTILITIES,
+    "torch.distributed.checkpoint._pg_transport",
     "torch.distributed.checkpoint.default_planner",
     "torch.distributed.checkpoint.planner_helpers",
 )
@@ -61,15 +62,22 @@ def know_both_classes(module: ModuleType, ours: OurTensors) -> None:
 class _BothClasses(type):
     """The class of a name for two tensor classes."""
 
-    known: tuple[type, ...]
+    known: tuple[Any, Any]
+    is_ours: Callable[[Any], bool]
 
     def __instancecheck__(cls, x: object) -> bool:
         return isinstance(x, cls.known)
+
+    def __call__(cls, local: Tensor, spec: Any, **kwargs: Any) -> Any:
+        """A tensor of the class that the placements of its spec are of."""
+        theirs, ours = cls.known
+        return (ours if cls.is_ours(spec.placements) else theirs)(local, spec, **kwargs)
 
 
 def _both_classes(theirs: Any, ours: OurTensors) -> _BothClasses:
     class DTensor(metaclass=_BothClasses):
         known = (theirs, ours.tensor)
+        is_ours = staticmethod(ours.is_ours)
         from_local = staticmethod(_by_placements(theirs.from_local, ours.tensor.from_local, ours))
 
     return DTensor

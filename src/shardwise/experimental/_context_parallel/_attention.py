@@ -59,7 +59,10 @@ def flex_cp_allgather(k: Any, v: Any, seq_dim: int, pg_name: str) -> NoReturn:
 
 __getattr__ = absent(
     "experimental._context_parallel._attention",
-    "_AllGatherRotater _AllToAllRotater _CausalBehavior _PTRRLoadBalancer _PerDocumentHeadTailLoadBalancer _SDPAMerger "
+    "_AllGatherRotater _AllToAllRotater _AttentionOp _CausalBehavior _create_rotater _DispatchMode _RingRotater "
+    "_scaled_dot_product_ring_cudnn_attention _scaled_dot_product_ring_efficient_attention "
+    "_scaled_dot_product_ring_flash_attention _sdpa_handler _templated_ring_attention_backward "
+    "_PTRRLoadBalancer _PerDocumentHeadTailLoadBalancer _SDPAMerger "
     "_context_parallel_buffers _create_cp_block_mask _is_causal_behavior _templated_ring_attention create_cp_block_mask",
     why=_WHY,
     fix=_FIX,
