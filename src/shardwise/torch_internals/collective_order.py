@@ -66,17 +66,18 @@ def _fix(partitioners: Any) -> None:
     merge, force_save = partitioners.fx_graph_cse, partitioners.force_save_effectful_ops
     reorder = partitioners.reordering_to_mimic_autograd_engine
 
-    def merge_others(graph: torch.fx.Graph) -> torch.fx.Graph:
-        return _with_collectives_apart(graph, merge)
+    # later releases of torch have further arguments
+    def merge_others(graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> torch.fx.Graph:
+        return _with_collectives_apart(graph, lambda g: merge(g, *args, **kwargs))
 
-    def force_save_and_keep(joint_module: torch.fx.GraphModule) -> None:
+    def force_save_and_keep(joint_module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         _keep_in_their_pass(joint_module.graph)
         _keep_unused(joint_module.graph)
-        force_save(joint_module)
+        return force_save(joint_module, *args, **kwargs)
 
-    def reorder_others(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    def reorder_others(module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         wanted = [n.name for n in _common_order(collectives_of(module.graph))]
-        out: torch.fx.GraphModule = reorder(module)
+        out: torch.fx.GraphModule = reorder(module, *args, **kwargs)
         _order_collectives(out.graph, wanted)
         return out
 
