@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,12 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import PerRank, is_simulated
 from shardwise.layout import Replicate
-from shardwise.plan.settings import current_settings, push_settings
+from shardwise.plan.settings import current_settings, pop_settings, push_settings
 from shardwise.tensor.consistency import check_equal
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.graph_calls import call_in_graph
 
-__all__ = ["count_plain_as_replicated", "count_targets_as_replicated", "module_input", "to_plain"]
+__all__ = [
+    "count_plain_as_replicated",
+    "count_targets_as_replicated",
+    "module_input",
+    "plain_as_replicated",
+    "to_plain",
+]
 
 
 @partial(call_in_graph, changes_state=True)
@@ -24,6 +32,16 @@ def count_plain_as_replicated() -> None:
     """Have plain tensors count as replicated until `pop_settings`, compared where that is asked for or costs nothing."""
     compare = is_simulated() or current_settings().plain == "check"
     push_settings(plain="check" if compare else "replicate")
+
+
+@contextmanager
+def plain_as_replicated() -> Iterator[None]:
+    """`count_plain_as_replicated` inside the block."""
+    count_plain_as_replicated()
+    try:
+        yield
+    finally:
+        pop_settings()
 
 
 @partial(call_in_graph, changes_state=True)

@@ -21,7 +21,7 @@ from shardwise.parallel.data.passes import (
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
-from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.plain import plain_as_replicated
 from shardwise.parallel.tree import map_tensors, tensors_in
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
@@ -159,7 +159,7 @@ def _plain_tensors(now: Pass) -> AbstractContextManager[object]:
     """If the data are DTensors, plain tensors count as replicated, as in a parallelized module; a simulation compares them."""
     if not now.on_whole_mesh:
         return nullcontext()
-    return loss_parallel()
+    return plain_as_replicated()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
