@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
-from torch.fx.experimental import symbolic_shapes
-from torch.utils._sympy.functions import FloorDiv
 
+from shardwise.torch_internals.module_fixer import after_import
 from shardwise.torch_internals.symbolic_sizes import belongs_to_layouts
 
 __all__ = ["as_block_of", "is_new_input", "note_new_inputs"]
@@ -42,28 +41,29 @@ def note_new_inputs(cls: type) -> None:
         return out
 
     converter._empty_create_subclass = create
-    _take_blocks_for_large()
+    # loaded by the first compilation, with a library for algebra
+    after_import("torch.fx.experimental.symbolic_shapes", _take_blocks_for_large)
 
 
 def _static(context: Any) -> Any:
     """The context of a tensor whose sizes are numbers."""
     if context is None:
         return None
-    static = [symbolic_shapes.DimDynamic.STATIC] * len(context.dynamic_sizes)
+    kinds: Any = type(context.dynamic_sizes[0]) if context.dynamic_sizes else None
+    static = [kinds.STATIC for _ in context.dynamic_sizes]
     return replace(context, dynamic_sizes=static, constraint_sizes=[None] * len(static))
 
 
-def _take_blocks_for_large() -> None:
+def _take_blocks_for_large(shapes: Any) -> None:
     """Have torch not ask whether a block has no or one element, where it can do without the answer.
 
     The compiled code would depend on it, and the last blocks of an uneven split have any size. Torch does so for sizes that
     depend on data, and for all if its setting `backed_size_oblivious` is on.
     """
-    shapes: Any = symbolic_shapes
     original = shapes._guard_or
 
     def guard_or(question: Any, default: bool) -> bool:
-        if belongs_to_layouts(question) and _asks_for_few(question.node.expr):
+        if belongs_to_layouts(question) and _asks_for_few(question.node.expr, shapes.FloorDiv):
             known = shapes._static_eval_sym_bool(question)
             return default if known is None else known
         return original(question, default)  # type: ignore[no-any-return]
@@ -81,12 +81,12 @@ _FEW: dict[str, tuple[int, ...]] = {
 }
 
 
-def _asks_for_few(question: Any) -> bool:
+def _asks_for_few(question: Any, floor_div: Any) -> bool:
     """Whether a question is whether a block has no element or one: a size that was rounded up is compared with 0 or 1."""
     if getattr(question, "rhs", None) not in _FEW.get(type(question).__name__, ()):
         return False
     return any(
-        f.divisor.is_Integer and f.base.as_coeff_Add()[0] == f.divisor - 1 for f in question.atoms(FloorDiv)
+        f.divisor.is_Integer and f.base.as_coeff_Add()[0] == f.divisor - 1 for f in question.atoms(floor_div)
     )
 
 
