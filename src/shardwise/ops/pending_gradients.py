@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.call.moved_view import move_in_place
+from shardwise.comm.recording import recorders
 from shardwise.layout import Layout
 from shardwise.plan.settings import current_settings
 from shardwise.tensor.dtensor import DTensor
@@ -55,7 +56,13 @@ def settle_gradients(params: Iterable[Any]) -> None:
 
 
 def _replace(p: Tensor, pending: DTensor, grad: DTensor) -> None:
-    """Let a settled gradient take the place of a pending one, also for those who have that or views of it."""
+    """Let a settled gradient take the place of a pending one, also for those who have that or views of it.
+
+    A program that is captured has it as a result: the pending one has values, and becomes none without.
+    """
+    if recorders:
+        set_gradient(p, grad)
+        return
     owner, kept = p.__dict__.pop(_KEPT, (None, None))
     if owner == id(p) and isinstance(kept, DTensor) and kept._spec is grad._spec:
         kept.copy_(grad)
@@ -108,8 +115,11 @@ def _buckets(params: Sequence[Any]) -> list[list[Any]]:
 def wait_in_layout(p: Tensor, grad: DTensor, layout: Layout) -> None:
     """Let a settled gradient be one in another layout for a while, to which others are added, and then be settled in its memory.
 
-    It stays the same object. Views of it have what is added only when it is settled.
+    It stays the same object, except in a program that is captured. Views of it have what is added only when it is settled.
     """
+    if recorders:
+        set_gradient(p, grad.redistribute(placements=layout.placements))
+        return
     memory = DTensor(grad._local_tensor, grad._spec) if grad._source is None else grad._same_view()  # type: ignore[attr-defined]
     # the id, because a copy of the parameter has its attributes
     setattr(p, _KEPT, (id(p), memory))
