@@ -44,7 +44,7 @@ _OPS = {
 
 
 class StartedWork(NamedTuple):
-    """The work of a collective that nobody has waited for."""
+    """A collective that was started and has not been waited for."""
 
     work: Work
     tensor: Tensor  # what it returned; the work holds it anyway
@@ -113,7 +113,7 @@ def _keep(tensor: Tensor, work: Any) -> Tensor:
 
 
 def _forget_some() -> None:
-    """Forget works that are done: nobody needs to wait for them. They hold their tensors, which programs may have dropped."""
+    """Forget collectives that are complete, since a work keeps its tensor in memory; register the oldest of too many others."""
     for key in [key for key, (work, *_) in _works.items() if work.is_completed() and work.is_success()]:
         del _works[key]
     if len(_works) >= _MOST:
