@@ -2,7 +2,8 @@
 
 Two gloo processes with one thread each train the same residual MLP, each block of it in a group of its own. All candidates make
 a step in turn, in an order that is drawn anew for each turn, so that the load of the machine and what ran before are the same
-for all. `replicate` is in DDP's form, with plain parameters, and "DTensors" in that of a mesh. The times are those of the
+for all. `replicate` is in DDP's form, with plain parameters, and "on a mesh" in that of a mesh, whose parameters are DTensors; "torch's"
+is torch's function of that form, `replicate_with_fsdp`. The times are those of the
 fastest tenth of the turns. The second line of a size is the CPU time of a rank, which other programs on the machine disturb less.
 Peak memory is that of all tensors of a rank beyond the parameters as they are stored, and includes buffers that an engine keeps
 between steps.
@@ -55,6 +56,7 @@ class Residual(nn.Module):
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """The model under each engine."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -70,7 +72,8 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
         "fully_shard": sharded(fully_shard),
         "FSDP2": sharded(torch_fully_shard),
         "replicate": replicate(copy.deepcopy(model), device_mesh=mesh),
-        "DTensors": replicate(copy.deepcopy(model), mesh=mesh),
+        "on a mesh": replicate(copy.deepcopy(model), mesh=mesh),
+        "torch's": torch_replicate(copy.deepcopy(model), mesh=mesh),
         "DDP": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
     }
 
@@ -166,7 +169,7 @@ def peak_memory(size: str) -> dict[str, tuple[int, int]]:
                 net(x).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        ours = name not in ("FSDP2", "DDP")
+        ours = name not in ("FSDP2", "DDP", "torch's")
         found[name] = memory.peak - stored, explain(net).peak_bytes if ours else 0
     return found
 
@@ -184,11 +187,11 @@ def main() -> None:
     print("peak memory of a medium step, beyond the stored parameters:")
     for name, (peak, predicted) in peaks.items():
         print(f"  {name:12}{peak:>12,} B" + (f"   {predicted:,} B predicted" if predicted else ""))
-    names = ("fully_shard", "FSDP2", "hand", "replicate", "DTensors", "DDP")
+    names = ("fully_shard", "FSDP2", "hand", "replicate", "DDP", "on a mesh", "torch's")
     print(
         f"{'size':8}"
         + "".join(f"{n:>13}" for n in names)
-        + "    /FSDP2   /hand    /DDP  DTs/DDP  bytes per rank"
+        + "    /FSDP2   /hand    /DDP  /torch's  bytes per rank"
     )
     for size in sizes:
         results = launch(measure, 2, size, turns, foreach or None)
@@ -202,7 +205,7 @@ def main() -> None:
                 ours / took["FSDP2"],
                 ours / took["hand"],
                 replicated / took["DDP"],
-                took["DTensors"] / took["DDP"],
+                took["on a mesh"] / took["torch's"],
             )
             shown = "".join(f"{took[n]:>10.2f} ms" for n in names)
             print(f"{label:8}{shown}  " + "".join(f"{r:>8.2f}" for r in ratios) + f"   {text}")

@@ -1,6 +1,6 @@
 """Where torch keeps the placements; here they come from `shardwise.layout`."""
 
-# torch.distributed._tensor.placement_types has these two as well
+# in torch these two are found here as well
 from shardwise._dtensor_spec import DTensorSpec, TensorMeta  # noqa: F401
 from shardwise._reexports import reexports
 from shardwise.layout import MaskPartial as _MaskPartial  # noqa: F401

@@ -11,7 +11,7 @@ from shardwise.call.route import Route, RouteKind, Run
 from shardwise.plan import Plan
 from shardwise.plan.settings import override_settings
 
-__all__ = ["CallSite", "TracedCall", "Watcher", "trace_calls", "traced", "watch_calls"]
+__all__ = ["CallSite", "TracedCall", "Watcher", "select_watcher", "trace_calls", "traced", "watch_calls"]
 
 
 class TracedCall(NamedTuple):
@@ -56,7 +56,8 @@ Watcher = Callable[[CallSite, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a call by `site.route.run(args, kwargs)` and returns its result."""
 
 _listeners: list[Callable[[TracedCall], None]] = []
-_watchers: list[Watcher] = []
+_watching: list[tuple[Watcher, Callable[[], bool]]] = []
+_watchers: list[Watcher] = []  # the one that runs calls, if there is one
 
 
 @contextmanager
@@ -84,9 +85,19 @@ def trace_calls(listener: Callable[[TracedCall], None]) -> Iterator[None]:
             _listeners.remove(listener)
 
 
+def _always() -> bool:
+    return True
+
+
 @contextmanager
-def watch_calls(watcher: Watcher) -> Iterator[None]:
+def watch_calls(watcher: Watcher, is_active: Callable[[], bool] = _always) -> Iterator[None]:
     """Let `watcher` run the calls inside the block, also the ops that a call consists of; the innermost one does.
+
+    Args:
+        watcher: runs the calls.
+        is_active: whether it does so for the time being; `select_watcher` asks.
+
+    Nothing is communicated.
 
     >>> import torch, shardwise as sw
     >>> def watch(site, args, kwargs):
@@ -98,11 +109,18 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     aten.exp.default rule
     """
     with override_settings(traced=True):
-        _watchers.append(watcher)
+        _watching.append((watcher, is_active))
+        select_watcher()
         try:
             yield
         finally:
-            _watchers.remove(watcher)
+            _watching.remove((watcher, is_active))
+            select_watcher()
+
+
+def select_watcher() -> None:
+    """Let the innermost active watcher run the calls; to be called when a watcher has become active or has ceased to be."""
+    _watchers[:] = [watcher for watcher, is_active in _watching if is_active()][-1:]
 
 
 def traced(func: Any, route: Route) -> Run:

@@ -17,7 +17,7 @@ from shardwise.comm.ledger import Sent
 from shardwise.comm.stages import grouped_entry, grouped_stage, single_entry, single_stage
 from shardwise.ops.random_fill import fill_block
 from shardwise.plan import GroupedStep, Step
-from shardwise.torch_internals.dispatcher import below_autograd
+from shardwise.torch_internals.dispatcher import below_autograd, signature_of
 
 __all__ = [
     "FILL",
@@ -171,9 +171,7 @@ def _recurrent_layer(*args: Any) -> tuple[Tensor, ...]:
         return aten.mkldnn_rnn_layer.default(*args)  # type: ignore[no-any-return]
 
 
-_library.define(
-    str(aten.mkldnn_rnn_layer.default._schema).replace("aten::mkldnn_rnn_layer", "recurrent_layer")
-)
+_library.define(signature_of(aten.mkldnn_rnn_layer.default, "recurrent_layer"))
 _library.impl("recurrent_layer", _recurrent_layer, "CompositeExplicitAutograd")
 _library.impl("recurrent_layer", aten.mkldnn_rnn_layer.default, "Meta")
 RECORDED_AS: dict[Any, Any] = {

@@ -33,6 +33,10 @@ _OVERWRITE = frozenset(
     "copy_ fill_ zero_ normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ _foreach_copy_ _foreach_zero_".split()
 )
 """Ops after which nothing is left of what a tensor held."""
+_KEPT_CODES = 64
+Code = tuple[int, str]
+Read = tuple[int, "Held | None", Any]
+"""The place of a tensor, how the ranks hold it and their mesh; None for a plain tensor, which is compared on the mesh of the call."""
 _NUMBERS = (int, float, complex, bool, str, type(None), torch.dtype)
 
 
@@ -89,9 +93,10 @@ class CallFacts(NamedTuple):
         text: the op and the specs of its operands.
         code: a number for the text.
         positions: the places of the tensors among the arguments; None if some are in lists or passed by name.
-        reads: the tensors whose values the op reads, by place among the tensors.
+        reads: the tensors whose values the op reads: their places among the tensors, and how they are held.
         writes: those that it writes to.
         numbers: the places of arguments that are numbers or the like.
+        codes: results of `code_of`, by the numbers among the arguments.
         is_local: whether a rank may run it alone: a view, or reading a number that every rank has.
         leaves_unset: whether its results have no values yet.
         overwrites: whether nothing is left of what it writes to.
@@ -101,9 +106,10 @@ class CallFacts(NamedTuple):
     text: str
     code: int
     positions: tuple[int, ...] | None
-    reads: tuple[int, ...]
+    reads: tuple[Read, ...]
     writes: tuple[int, ...]
     numbers: tuple[int, ...]
+    codes: dict[Any, Code]
     is_local: bool
     leaves_unset: bool
     overwrites: bool
@@ -114,17 +120,28 @@ class CallFacts(NamedTuple):
             return [args[i] for i in self.positions]
         return tensors_in([*args, *kwargs.values()])
 
-    def code_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-        """A number for the op, the specs of its operands and the numbers among its arguments."""
+    def code_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Code:
+        """A number for the op, the specs of its operands and the numbers among its arguments, and these numbers as text."""
         if not self.numbers and not kwargs:
-            return self.code
-        return zlib.crc32(self.numbers_of(args, kwargs).encode(), self.code)
+            return self.code, ""
+        values = (*[args[i] for i in self.numbers], *kwargs.values())
+        try:
+            key = *values, *map(type, values), *kwargs  # 1 is not True
+            found = self.codes.get(key)
+        except TypeError:  # a list
+            return self._new_code(args, kwargs)
+        if found is None:
+            found = self._new_code(args, kwargs)
+            # tensors among the values would be kept
+            if self.positions is not None and len(self.codes) < _KEPT_CODES:
+                self.codes[key] = found
+        return found
 
-    def numbers_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """The numbers among the arguments as text."""
+    def _new_code(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Code:
         values: list[Any] = [args[i] for i in self.numbers]
         values += [f"{k}={v!r}" for k, v in kwargs.items() if _is_number(v)]
-        return ", ".join(map(str, values))
+        text = ", ".join(map(str, values))
+        return zlib.crc32(text.encode(), self.code), f" with {text}" if text else ""
 
 
 def _reads_no_values(name: str) -> bool:
@@ -157,13 +174,18 @@ def facts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFa
         # what is written to may have no values yet
         ()
         if _reads_no_values(info.qualified_name)
-        else tuple(i for i, t in enumerate(tensors) if id(t) not in written),
+        else tuple(_read(i, t, mesh) for i, t in enumerate(tensors) if id(t) not in written),
         tuple(i for i, t in enumerate(tensors) if id(t) in written),
         tuple(i for i, a in enumerate(args) if _is_number(a)),
-        info.is_view or (func is torch.ops.aten._local_scalar_dense.default and not held(first._spec).split),
+        {},
+        info.is_view or (info.qualified_name == "aten::_local_scalar_dense" and not held(first._spec).split),
         "empty" in info.qualified_name or info.qualified_name.startswith("aten::resize"),
         bool(info.out_names) or info.qualified_name.rpartition("::")[2] in _OVERWRITE,
     )
+
+
+def _read(place: int, t: Tensor, mesh: Any) -> Read:
+    return (place, held(t._spec), t._spec.mesh) if isinstance(t, DTensor) else (place, None, mesh)
 
 
 def _plain_text(t: Tensor) -> str:

@@ -64,7 +64,7 @@ class CallWatcher:
 
     def __call__(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call; an op that it consists of is not logged by itself."""
-        if self._inside or not self.is_active or recorders:
+        if self._inside or recorders:
             return site.route.run(args, kwargs)
         facts: CallFacts | None = site.kept
         if facts is None:
@@ -77,10 +77,10 @@ class CallWatcher:
             tensors = facts.tensors(args, kwargs)
             if not facts.is_local:
                 self._log_call(facts, args, kwargs, tensors, place)
-            is_unset = facts.leaves_unset or any(map(_is_unset, tensors))
+            is_unset = facts.leaves_unset or _any_unset(tensors)
             result = site.route.run(args, kwargs)
             if is_unset and facts.overwrites:
-                is_unset = any(_is_unset(tensors[i]) for i in facts.reads)
+                is_unset = _any_unset([tensors[i] for i, *_ in facts.reads])
             self._mark(facts, tensors, result, (facts.text, place), is_unset)
         finally:
             self._inside = False
@@ -90,16 +90,14 @@ class CallWatcher:
         self, facts: CallFacts, args: Any, kwargs: Any, tensors: list[Tensor], place: _Place
     ) -> None:
         log = self.log_of(facts.mesh)
-        code = facts.code_of(args, kwargs)
+        code, numbers = facts.code_of(args, kwargs)
         if not is_simulated():
-            numbers = "" if code == facts.code else f" with {facts.numbers_of(args, kwargs)}"
             log.add(code, 0, (), lambda: Item("order", facts.text + numbers, place))
-        for i in facts.reads:
+        for i, how, mesh in facts.reads:
             t = tensors[i]
-            if isinstance(t, DTensor):
-                spec = t._spec
-                where = log if spec.mesh is facts.mesh else self.log_of(spec.mesh)
-                self._log_value(where, t._local_tensor, held(spec), code, "values", (i, facts), place)
+            if how is not None:
+                where = log if mesh is facts.mesh else self.log_of(mesh)
+                self._log_value(where, t._local_tensor, how, code, "values", (i, facts), place)  # type: ignore[attr-defined]
             elif t.numel():
                 self._log_value(log, t, _PLAIN, code, "plain", (i, facts), place)
 
@@ -238,9 +236,13 @@ class CallWatcher:
             self._log_value(log, t._local_tensor, how, how.code, "values", text, origin[1])
 
 
-def _is_unset(t: Tensor) -> bool:
-    mark = getattr(t._local_tensor, _MARK, None) if isinstance(t, DTensor) else None
-    return mark is not None and mark.value is not None and type(mark.value) is int and mark.value == 0
+def _any_unset(tensors: list[Tensor]) -> bool:
+    for t in tensors:
+        if isinstance(t, DTensor):
+            mark = getattr(t._local_tensor, _MARK, None)
+            if mark is not None and type(mark.value) is int and mark.value == 0:
+                return True
+    return False
 
 
 def _version(block: Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwise.call.trace import watch_calls
+from shardwise.call.trace import select_watcher, watch_calls
 from shardwise.debug.call_watcher import CallWatcher
 from shardwise.tensor.observe import observing
 
@@ -70,7 +70,7 @@ class sanitize:  # noqa: N801 - a context manager that reads as a word
         return sum(log.comparisons for log in self._watcher.logs.values())
 
     def __enter__(self) -> Self:
-        self._open.enter_context(watch_calls(self._watcher))
+        self._open.enter_context(watch_calls(self._watcher, lambda: self._watcher.is_active))
         self._open.enter_context(observing(self._watcher))
         self._open.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
         return self
@@ -88,6 +88,7 @@ class sanitize:  # noqa: N801 - a context manager that reads as a word
             self._watcher.end_step()
         self._steps += 1
         self._watcher.is_active = self._steps % self._every == 0
+        select_watcher()
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.step()

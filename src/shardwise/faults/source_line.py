@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import traceback
 from types import FrameType, TracebackType
 
 import torch
 import typing_extensions
+
+from shardwise.torch_internals.frames import calling_frame
 
 __all__ = ["line_of_error", "line_of_stack"]
 
@@ -39,7 +39,7 @@ def line_of_stack(thread: int | None = None) -> tuple[str, int, str]:
     >>> line_of_stack()[2]
     '<module>'
     """
-    frame: FrameType | None = sys._current_frames().get(threading.get_ident() if thread is None else thread)
+    frame: FrameType | None = calling_frame(thread)
     known = _is_ours.get
     while frame is not None:
         code = frame.f_code

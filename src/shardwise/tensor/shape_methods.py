@@ -21,6 +21,7 @@ import torch
 from shardwise.layout import contiguous_stride, is_dense
 from shardwise.tensor.view_places import memory_offset, memory_root
 from shardwise.torch_internals.autograd import current_backward
+from shardwise.torch_internals.lazy_bits import negated_view
 from shardwise.torch_internals.subclass import (
     bump_versions,
     can_become_view,
@@ -256,7 +257,7 @@ def _strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) 
     out = _as_strided(_memory_in(root, x.dtype), size, stride, offset)
     if x.is_conj():
         out = out.conj()
-    return torch.ops.aten._neg_view.default(out) if x.is_neg() else out
+    return negated_view(out) if x.is_neg() else out
 
 
 def _memory_in(root: Any, dtype: torch.dtype) -> Any:

@@ -70,7 +70,9 @@ def launch_token(own: str) -> str | None:
 
 def reset_collective_timeout() -> None:
     """Give the collectives of the world torch's default timeout, where it was created with a shorter one to connect."""
-    distributed_c10d._set_pg_timeout(distributed_c10d.default_pg_timeout)
+    # public since torch 2.14
+    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(distributed_c10d.default_pg_timeout)
 
 
 def break_connections() -> int:

@@ -123,6 +123,16 @@ def read_schema(func: Any) -> Schema:
     )
 
 
+def signature_of(func: Any, name: str) -> str:
+    """The signature of an op overload in the form that `torch.library` takes, for an op of another name.
+
+    >>> signature_of(torch.ops.aten.exp.default, "another")
+    'another(Tensor self) -> Tensor'
+    """
+    schema = func._schema
+    return str(schema).replace(f"{schema.name}.{schema.overload_name}".rstrip("."), name, 1)
+
+
 def overloads_of(op: Any) -> list[Any] | None:
     """The overloads that are meant by an overload, an op with all its overloads, or a custom op; None for anything else.
 

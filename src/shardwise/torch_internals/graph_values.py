@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch._library.opaque_object import is_opaque_type, register_opaque_type
+from torch._library import opaque_object
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.torch_internals.mesh import sibling_ranks
 from shardwise.torch_internals.rank_queries import process_coordinate
+from shardwise.torch_internals.releases import torch_release
 
 __all__ = [
     "describe_by",
@@ -41,8 +42,12 @@ def register_value(cls: type, text: Callable[[Any], str] = repr) -> None:
     """
     _texts[cls] = text
     cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
-    if not is_opaque_type(cls):
-        register_opaque_type(cls, typ="value")
+    if torch_release() < (2, 14):
+        if not opaque_object.is_opaque_type(cls):
+            opaque_object.register_opaque_type(cls, typ="value")
+    elif not opaque_object.is_custom_class(cls):  # type: ignore[attr-defined]
+        # the same under the names of later releases
+        opaque_object.register_custom_class(cls, typ="constant")  # type: ignore[attr-defined]
 
 
 def name_mesh(mesh: DeviceMesh) -> str:

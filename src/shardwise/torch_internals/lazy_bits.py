@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_lazy_zero", "resolving_lazy_bits"]
+__all__ = ["is_lazy_zero", "negated_view", "resolving_lazy_bits"]
 
 _KEYS = ("Conjugate", "Negative")
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -25,6 +25,15 @@ def is_lazy_zero(x: torch.Tensor) -> bool:
     (False, True)
     """
     return x._is_zerotensor()
+
+
+def negated_view(x: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor in which the signs of all elements count as changed.
+
+    >>> negated_view(torch.ones(2))
+    tensor([-1., -1.])
+    """
+    return torch._neg_view(x)
 
 
 def resolving_lazy_bits(

@@ -145,8 +145,8 @@ def sign_of(terms: dict[Any, float]) -> int:
     >>> sign_of({1: -2.5})
     -1
     """
-    evaluate = getattr(_current[0](), "evaluate_expr", bool)
     products = [k for k, c in terms.items() if k != 1 and c]
+    evaluate = getattr(_current[0](), "evaluate_expr", bool) if products else bool
     total: Any
     # whole numbers, which the compiler can reason about
     if len(products) == 1:
