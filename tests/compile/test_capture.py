@@ -1,5 +1,7 @@
 """Capture on meshes that are not there: what is in a program, what it says of itself, and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.compile.programs import Model, _tensor_plan, loss_of
@@ -150,6 +152,23 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why():
         assert "item()" in step.reason
     with pytest.raises(ValueError, match="accumulate=0"):
         whole_step(layer, None, loss_of, accumulate=0)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.MSELoss(), functional.mse_loss, partial(functional.mse_loss, reduction="sum")]
+)
+def test_whole_step_calls_losses_of_torch_with_the_output_and_the_target(loss_fn):
+    def train(loss_fn):
+        torch.manual_seed(0)
+        layer = sw.distribute_module(nn.Linear(4, 4), mesh)
+        step = whole_step(layer, torch.optim.AdamW(layer.parameters(), lr=0.1), loss_fn)
+        losses = [step(x, y).item() for _ in range(3)]
+        assert step.reason is None
+        return losses
+
+    with fake_mesh((1,), ("tp",)) as mesh:
+        x, y = (sw.full((2, 4), v, device_mesh=mesh, placements=[sw.Replicate()]) for v in (1.0, 3.0))
+        assert train(loss_fn) == train(lambda model, x, y: loss_fn(model(x), y))
 
 
 def test_whole_step_captures_again_when_the_step_changes():

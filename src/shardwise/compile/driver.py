@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,7 @@ class WholeStep:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._accumulate, self._clip_norm, self._backend = accumulate, clip_norm, backend
         self._passes = passes
+        self._takes_output = _is_loss_of_torch(loss_fn)
         self._count, self._has_stepped = 0, False
         self.reason: str | None = "no step was taken"
         self._captured: dict[Any, list[tuple[Signature, Program | CaptureError]]] = {}
@@ -139,8 +141,14 @@ class WholeStep:
         self._has_stepped |= is_last
         return loss
 
+    def _loss_of(self, *batch: Any) -> Tensor:
+        if not self._takes_output:
+            return self._loss_fn(self._model, *batch)
+        *inputs, target = batch
+        return self._loss_fn(self._model(*inputs), target)
+
     def _step(self, is_last: bool, *batch: Any) -> Tensor:
-        loss = self._loss_fn(self._model, *batch)
+        loss = self._loss_of(*batch)
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()
         if is_last:
             if self._clip_norm is not None:
@@ -148,6 +156,14 @@ class WholeStep:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def _is_loss_of_torch(loss_fn: Callable[..., Tensor]) -> bool:
+    """Whether a loss takes an output and a target, not a model: one of `torch.nn` or `torch.nn.functional`."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    owner = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    return getattr(owner, "__module__", "").startswith("torch.nn.")
 
 
 def _as_capture_error(failure: Exception) -> CaptureError:
@@ -182,7 +198,8 @@ def whole_step(
     Args:
         model: the module.
         optimizer: its optimizer.
-        loss_fn: `loss_fn(model, *batch)` returns the loss.
+        loss_fn: `loss_fn(model, *batch)` returns the loss. One of torch's losses, such as `nn.CrossEntropyLoss()` or
+            `functional.mse_loss`, is called with the output and the target: a batch is the inputs of the model, then the target.
         accumulate: the number of calls whose gradients are added up, each divided by this number, before an update.
         clip_norm: the norm that gradients are clipped to before an update.
         backend: "fx", or "inductor" to compile the programs.
