@@ -81,5 +81,5 @@ def zero(
     after = dict(module.named_parameters())
     new = {id(old): after[name] for name, old in before.items()}
     for group in optimizer.param_groups:
-        group["params"] = [new.get(id(p), p) for p in group["params"]]
+        group["params"][:] = [new.get(id(p), p) for p in group["params"]]  # LBFGS refers to this list
     return module
