@@ -229,7 +229,7 @@ class Group:
 
     def _params(self) -> list[Tensor]:
         """The stored parameters, as the modules have them."""
-        params = [home[name] for home, name in self._homes]
+        params: list[Any] = [home.get(name) for home, name in self._homes]
         if len(params) != len(self._seen) or not all(map(operator.is_, params, self._seen)):
             self._seen = params = [slot.param for slot in self.slots]
         return params
