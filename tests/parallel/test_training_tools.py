@@ -154,6 +154,21 @@ def test_gradients_on_several_meshes_are_unscaled_where_they_are():
             assert torch.equal(a, b)
 
 
+def test_a_scaler_under_another_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sw.simulate(2):
+            mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            p = nn.Parameter(sw.distribute_tensor(torch.ones(3), mesh, [sw.Shard(0)]))
+            optimizer, scaler = torch.optim.SGD([p], lr=0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(torch.tensor(1.0))
+            p.grad = sw.distribute_tensor(torch.full((3,), 8.0), mesh, [sw.Shard(0)])
+            scaler.step(optimizer)
+            assert torch.equal(_full(p.detach()), torch.full((3,), 0.5))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def _unscale_on_processes() -> list[Tensor]:
     return _unscale(sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 

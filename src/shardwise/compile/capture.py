@@ -25,7 +25,7 @@ from shardwise.compile.recorder import Recorder, recording
 from shardwise.compile.side_effects import unchanged_objects
 from shardwise.compile.signature import keys_of, known_ids
 from shardwise.compile.viewpoint import seen_from
-from shardwise.parallel.data.group import forget_gathered, forget_interrupted_passes
+from shardwise.parallel.data.passes import forget_gathered, forget_interrupted_passes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.mesh import root_mesh
 from shardwise.torch_internals.pytree import tree_flatten, tree_unflatten

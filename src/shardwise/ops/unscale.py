@@ -71,7 +71,7 @@ def _unscale_on_mesh(func: Any, mesh: DeviceMesh, grads: list[DTensor], inv_scal
     blocks = [s._local_tensor for s in settled]
 
     def unscale(*blocks: Tensor) -> Tensor:
-        flag = torch.zeros((), device=inv_scale.device)
+        flag = torch.zeros((), dtype=torch.float32, device=inv_scale.device)  # whatever the default dtype
         func(list(blocks), flag, inv_scale)
         return flag
 

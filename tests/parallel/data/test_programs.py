@@ -1,13 +1,15 @@
 """Programs around data-parallel modules: several backward passes, checkpointing, optimizers, tensor parallelism."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from tests.parallel.data.models import Mlp, build, full
 from tests.parallel.data.test_engine import groups, shard_each
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard, simulate
@@ -119,6 +121,64 @@ def test_activation_checkpointing_gathers_no_more_than_without(reentrant, shard)
             assert gathers == (5 if shard is shard_each else 1)
 
 
+@pytest.mark.parametrize(
+    "saves", [lambda op: True, lambda op: op is torch.ops.aten.addmm.default], ids=["all", "some"]
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_selective_checkpointing_saves_what_the_model_computes(inside, saves):
+    """What is gathered is not part of the checkpointed function, whose ops the recomputation counts."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return saves(op)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    with simulate(2):
+        torch.manual_seed(0)
+        dense = nn.Sequential(
+            *(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(3))
+        ).double()
+        model = copy.deepcopy(dense)
+        if not inside:
+            model = nn.Sequential(*(checkpoint_wrapper(layer, context_fn=contexts) for layer in model))
+        for layer in model:
+            fully_shard(layer, mesh=mesh_of(2))
+        fully_shard(model, mesh=mesh_of(2))
+        if inside:
+            for i, layer in enumerate(model):
+                model[i] = checkpoint_wrapper(layer, context_fn=contexts)
+        for _ in range(2):  # the second one gathers ahead
+            model.zero_grad()
+            dense.zero_grad()
+            model(own_data()).pow(2).sum().backward()
+            mean_over_ranks(lambda x: dense(x).pow(2).sum())
+            check_gradients(model, dense)
+
+
+def test_a_list_of_modules_of_which_some_passes_call_only_some():
+    with simulate(2):
+        model = nn.ModuleDict({name: nn.Linear(5, 5).double() for name in ("body", "norm", "head")})
+        fully_shard([model.norm, model.head], mesh=mesh_of(2), reshard_after_forward=True)
+
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.parts = model
+
+            def forward(self, x, names):
+                for name in names.split():
+                    part = self.parts[name]
+                    x = checkpoint(part, x, use_reentrant=False) if name == "norm" else part(x)
+                return x
+
+        whole = fully_shard(Whole(), mesh=mesh_of(2), reshard_after_forward=True)
+        for names in ("body norm head", "body norm", "body norm head"):
+            with counting() as ledger:
+                out = whole(own_data(), names)
+                assert not any(g.gathered.are_wanted for g in groups(whole)), names
+                out.sum().backward()
+            assert ledger.collectives == 5  # the backward pass does not need the first layer's weight
+
+
 @pytest.mark.parametrize("shard", [shard_each, ddp])
 def test_frozen_parameters_and_freezing_later(shard):
     with simulate(2):
@@ -187,6 +247,32 @@ def test_zero_replaces_the_parameters_of_the_optimizer():
         assert all(s["momentum_buffer"].sharding.sharded for s in optimizer.state.values())
         with pytest.raises(RuntimeError, match=r"(?s)has made a step.*fix: "):
             zero(build("mlp"), optimizer, mesh=mesh_of(2))
+
+
+def test_zero_replaces_the_parameters_that_an_optimizer_refers_to_by_their_list():
+    with simulate(2):
+        model, dense = build("mlp"), build("mlp")
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        zero(model, optimizer, mesh=mesh_of(2))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(own_data()).pow(2).mean()
+            loss.backward()
+            return sum(loss.detach().ranks) / 2
+
+        reference = torch.optim.LBFGS(dense.parameters(), lr=0.1, max_iter=3)
+
+        def on_one_device():
+            reference.zero_grad()
+            loss = sum(dense(DATA[rank]).pow(2).mean() for rank in range(2)) / 2
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        reference.step(on_one_device)
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(full(p), q.detach())
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -129,11 +130,13 @@ def apply_layouts(
     `what`: the public function. The others are its arguments.
     """
     check_policies(policy, offload, what)
-    slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy, plain)
-    name = type(modules[0]).__name__
-    groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]
-    state = State(name, what, groups, policy)
-    state.set_reshard(reshard, what)
+    with ExitStack() as undo:  # an error leaves the modules as they were
+        slots = make_slots(modules, set(ignored or ()), choose, whole_mesh, offload, policy, plain, undo)
+        name = type(modules[0]).__name__
+        groups = [Group(name, some, policy, bucket_bytes) for some in slots_by_mesh(slots)]
+        state = State(name, what, groups, policy)
+        state.set_reshard(reshard, what)
+        undo.pop_all()
     called = [m for module in modules for m in modules_to_call(module)]
     state.modules = max(1, len(called))
     for module in {id(m): m for m in (*modules, *called)}.values():
@@ -208,6 +211,12 @@ def replicate(
             "  fix: Leave device_id out: the parameters are where they are."
         )
     given = mesh or ddp_kwargs.get("device_mesh") or default_mesh(modules, ddp_kwargs.get("process_group"))
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise ValueError(
+            f"replicate() with dp_mesh_dims requires replicate-only dims (no shard dims), and got {dp_mesh_dims}.\n"
+            "  why: It splits no parameter.\n"
+            f"  fix: DataParallelMeshDims(replicate={dp_mesh_dims.shard_names + dp_mesh_dims.replicate_names}), or fully_shard(…)"
+        )
     on = data_axes(given, dp_mesh_dims, "replicate", shard=False)
     if (precision := ddp_kwargs.get("mixed_precision")) is not None:
         mp_policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
@@ -241,7 +250,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     check = [m for m in modules if not isinstance(m, FSDPModule)]
     if check:
         raise ValueError(
-            f"share_comm_ctx got a {type(check[0]).__name__}.\n"
+            f"Expects FSDPModule but got {type(check[0])} in share_comm_ctx.\n"
             "  why: Only data-parallel modules communicate.\n"
             "  fix: fully_shard(module, mesh=mesh) first"
         )

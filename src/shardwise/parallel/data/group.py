@@ -28,9 +28,10 @@ from shardwise.plan import GroupedPlan
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import in_backward
 from shardwise.torch_internals.patches import outside_transforms
+from shardwise.torch_internals.selective_checkpoints import outside_selective_checkpoints
 from shardwise.torch_internals.subclass import mark_parameter
 
-__all__ = ["Group", "forget_gathered", "forget_interrupted_passes"]
+__all__ = ["Group"]
 
 
 class Group:
@@ -85,9 +86,8 @@ class Group:
     def _reset(self) -> None:
         self.gathered = GatheredBlocks()
         self._tensors: _Tensors | None = None
-        self._held: list[Sequence[Tensor] | None] = [
-            None
-        ]  # the stored parameters, while the modules have others
+        # the stored parameters, while the modules have others
+        self._held: list[Sequence[Tensor] | None] = [None]
         for i, slot in enumerate(self.slots):
             slot.index, slot.held = i, self._held
         self._seen: list[Tensor] = []  # the stored parameters of the last call, which were found in order
@@ -186,7 +186,8 @@ class Group:
         self._needed_in = backward
         self._take_part(backward)
         backward.begin_order(self.backward_order)
-        return self.gather_in_order(self.backward_order, "backward")
+        with outside_selective_checkpoints():
+            return self.gather_in_order(self.backward_order, "backward")
 
     def _take_part(self, backward: Backward) -> None:
         backward.at_end(self, self.finish_backward)
@@ -201,7 +202,7 @@ class Group:
         if self._depth > 1:
             return
         now = current_pass()
-        with outside_transforms():
+        with outside_transforms(), outside_selective_checkpoints():
             if in_backward():  # activation checkpointing runs the forward pass again
                 self._gather_in_backward()
             elif now is not None:
@@ -228,7 +229,7 @@ class Group:
 
     def _params(self) -> list[Tensor]:
         """The stored parameters, as the modules have them."""
-        params = [home[name] for home, name in self._homes]
+        params: list[Any] = [home.get(name) for home, name in self._homes]
         if len(params) != len(self._seen) or not all(map(operator.is_, params, self._seen)):
             self._seen = params = [slot.param for slot in self.slots]
         return params
@@ -271,8 +272,9 @@ class Group:
         """
         if self._depth == 0 and not self._recomputes and not self.is_pinned:
             self._recomputes = True
-            self._gather_in_backward()
-            self._register(self._pass)
+            with outside_selective_checkpoints():
+                self._gather_in_backward()
+                self._register(self._pass)
 
     def leave(self, free: bool) -> None:
         """Let the modules have the stored parameters again; those that are not freed, at the end of the pass."""
@@ -281,9 +283,13 @@ class Group:
             if current_pass() is None or in_backward():
                 self.restore()
             return
+        self.release()
+
+    def release(self) -> None:
+        """Free the gathered blocks after the forward pass, except for what smaller groups keep."""
         if self.smaller is not None and torch.is_grad_enabled():
             self._tensors = None
-            with outside_transforms():
+            with outside_transforms(), outside_selective_checkpoints():
                 self.gathered.shrink(self.smaller)
         self.free()
 
@@ -371,6 +377,12 @@ class Group:
             self._tensors = None
             self.gathered.drop_all()
 
+    def forget_gathered(self) -> None:
+        """Drop gathered blocks and the tensors that modules compute with."""
+        self._tensors = None
+        if not self.is_in_place:
+            self.gathered.drop_all()
+
 
 _Key = tuple[Any, ...]
 
@@ -381,18 +393,3 @@ class _Tensors(NamedTuple):
     key: _Key
     tensors: list[Tensor]
     blocks: list[Tensor]
-
-
-def forget_interrupted_passes() -> None:
-    """After a backward pass that ended by an exception: drop its gathered blocks and unreduced gradients."""
-    engine().running.clear()
-    for group in engine().groups.values():
-        group.forget()
-
-
-def forget_gathered() -> None:
-    """Drop gathered blocks and the tensors that modules compute with, before and after a capture; nothing runs then."""
-    for group in engine().groups.values():
-        group._tensors = None
-        if not group.is_in_place:
-            group.gathered.drop_all()

@@ -89,6 +89,8 @@ def parameter_layout(
         computed = lifted(param.sharding, theirs, mesh)
         used = computed.sharded | {a for a, _ in computed.partial}
         data = tuple(a for a in _indices(mesh, on.names) if a not in used)
+        if len(data) < len(on.names) and not whole_mesh:
+            _refuse_overlap(param, on)
         inner = _inner(param, on) if whole_mesh else (theirs, param.sharding)
     names = axes_of(on.mesh).names_of(on.shard)
     shard = tuple(a for a in _indices(mesh, names) if a in data) if dim is not None and computed.ndim else ()
@@ -98,6 +100,16 @@ def parameter_layout(
         # innermost: a gather over the data axes gives the block that the other axes have
         stored = computed.with_dim(dim, Factor(first.size, (*first.axes, *shard)), *rest)
     return ParameterLayout(mesh, data, stored, computed, inner, plain, whole_mesh)
+
+
+def _refuse_overlap(param: DTensor, on: DataAxes) -> None:
+    both = ", ".join(n for n in axes_of(param.device_mesh).names if n in on.names)
+    raise LayoutError(
+        f"The data are on ({axes_of(on.mesh)}), whose axis {both} already splits a parameter: {param.sharding}.",
+        why="Along a data axis each rank has its own data. A block of a parameter would meet those of one rank only.",
+        fix='Split the data over another axis of the mesh, fully_shard(module, mesh=mesh["dp"]); or leave the parameter as it is, '
+        "fully_shard(…, ignored_params={parameter}).",
+    )
 
 
 def _own_mesh(on: DataAxes) -> DeviceMesh:
@@ -152,6 +164,14 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     if (whole := _mesh_with(names, meshes)) is not None:
         return whole
     for mesh in meshes:
+        if mesh.device_type != first.device_type:
+            raise LayoutError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{mesh.device_type} for DTensor and {first.device_type} for FSDP.",
+                why=f"A parameter is on the mesh ({axes_of(mesh)}), and the data are on ({axes_of(first)}).",
+                fix=f'mesh = init_device_mesh("{first.device_type}", (2, 4), mesh_dim_names=("dp", "tp")); use mesh["dp"] and '
+                'mesh["tp"].',
+            )
         if not have_common_mesh([first, mesh]):
             raise LayoutError(
                 f"A parameter is on the mesh ({axes_of(mesh)}), and the data are on ({axes_of(first)}).",

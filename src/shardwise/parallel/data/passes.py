@@ -32,6 +32,8 @@ __all__ = [
     "current_backward_pass",
     "current_pass",
     "engine",
+    "forget_gathered",
+    "forget_interrupted_passes",
 ]
 
 G = TypeVar("G")
@@ -93,11 +95,13 @@ class Pass:
         root: the state of its module.
         on_whole_mesh: whether its data are DTensors on the whole mesh.
         groups: those that were entered.
+        partly_called: the states that free their groups after the calls of several modules, by id.
     """
 
     def __init__(self, root: Any, on_whole_mesh: bool) -> None:
         self.root, self.on_whole_mesh = root, on_whole_mesh
         self.groups: list[Any] = []
+        self.partly_called: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         self._token = _current.set(self)
@@ -217,6 +221,19 @@ def backward_was_interrupted() -> bool:
     mine.backwards.clear()
     mine.stop_watching()
     return True
+
+
+def forget_interrupted_passes() -> None:
+    """After a backward pass that ended by an exception: drop its gathered blocks and unreduced gradients."""
+    engine().running.clear()
+    for group in engine().groups.values():
+        group.forget()
+
+
+def forget_gathered() -> None:
+    """Drop gathered blocks and the tensors that modules compute with, before and after a capture; nothing runs then."""
+    for group in engine().groups.values():
+        group.forget_gathered()
 
 
 GROUPS = "_shardwise_recomputed_groups"

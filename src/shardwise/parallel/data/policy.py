@@ -98,7 +98,7 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
             raise ValueError(
-                "At least one of shard or replicate must be given: DataParallelMeshDims got neither.\n"
+                "At least one of shard or replicate must be set in DataParallelMeshDims, and neither is.\n"
                 "  why: It names the mesh axes over which the data differ.\n"
                 '  fix: DataParallelMeshDims(shard="dp")'
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from shardwise.comm.simulate import at_simulation_end
 from shardwise.layout import Layout, LayoutError, Spec, contiguous_stride
 from shardwise.parallel.data.layouts import DataAxes, ParameterLayout, have_common_mesh, parameter_layout
 from shardwise.parallel.data.module import FSDPModule
+from shardwise.parallel.data.passes import GROUPS
 from shardwise.parallel.data.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -83,6 +85,12 @@ def data_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str, *,
         )
     on = axes_of(mesh)
     if dims is not None:
+        if mesh.mesh_dim_names is None:
+            raise LayoutError(
+                f"{what}: mesh must have mesh_dim_names when dp_mesh_dims is provided, and {mesh} has none.",
+                why=f"Axes are found by their names in {dims}.",
+                fix='init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp"))',
+            )
         if missing := [n for n in (*dims.shard_names, *dims.replicate_names) if n not in on.names]:
             raise LayoutError(
                 f"{what} got {dims}: {', '.join(missing)} not found in mesh.mesh_dim_names.",
@@ -183,19 +191,30 @@ def check_modules(modules: Sequence[Any], what: str) -> None:
                 "to a module once.\n"
                 f"  fix: Call {what} once for each module, and for submodules before the modules that contain them."
             )
+        grouped = {
+            (id(m), name): group
+            for group in vars(module).get(GROUPS, ())
+            for slot in group.slots
+            for m, name in slot.places
+        }
+        for fqn, inner, name, _ in _places([module]) if grouped else ():
+            if (group := grouped.get((id(inner), name))) is not None:
+                raise AppliedTwiceError(
+                    f"{what} was called for a {type(module).__name__} whose parameter {fqn} is in the group of {group.path} already.\n"
+                    "  why: A module around it was made data-parallel before, and took its parameters.\n"
+                    f"  fix: Call {what} for submodules first, and for the modules that contain them afterwards."
+                )
 
 
 def check_policies(policy: object, offload: object, what: str) -> None:
     """Raise unless these are policies."""
-    for name, found, kind in (
-        ("mp_policy", policy, MixedPrecisionPolicy),
-        ("offload_policy", offload, OffloadPolicy),
+    for name, found, kind, fix in (
+        ("mp_policy", policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        ("offload_policy", offload, OffloadPolicy, "CPUOffloadPolicy()"),
     ):
         if not isinstance(found, kind):
             raise TypeError(
-                f"{what} got {name}={found!r}.\n"
-                f"  why: {name} is a {kind.__name__}.\n"
-                "  fix: MixedPrecisionPolicy(param_dtype=torch.bfloat16), CPUOffloadPolicy()"
+                f"{what} got {name}={found!r}.\n  why: Its type must be {kind.__name__}.\n  fix: {name}={fix}"
             )
 
 
@@ -232,10 +251,12 @@ def make_slots(
     offload: OffloadPolicy,
     policy: MixedPrecisionPolicy,
     plain: bool,
+    undo: ExitStack,
 ) -> list[Slot]:
     """Store the parameters of modules in their layouts; a parameter that several of them share is one slot.
 
     With `plain`, replicated parameters stay plain tensors, unless some are DTensors: optimizers take one kind together.
+    `undo` gets what gives the modules their parameters back.
     """
     found: dict[int, tuple[str, Any, list[tuple[nn.Module, str]]]] = {}
     skipped = {id(p) for p in ignored}
@@ -246,20 +267,25 @@ def make_slots(
             found.setdefault(id(current), (fqn, current, []))[2].append((module, name))
     plain = plain and not any(isinstance(param, DTensor) for _, param, _ in found.values())
     slots = []
-    for fqn, param, places in found.values():
-        layout: ParameterLayout | None = vars(param).get(_LAYOUT)
+    for fqn, param, places in found.values():  # before any of them is replaced
+        layout: ParameterLayout = vars(param).get(_LAYOUT) or parameter_layout(
+            param, *choose(param), whole_mesh, plain
+        )
+        slots.append(Slot(fqn, places, layout, policy, policy.dtype_of(param)))
+    for slot, (fqn, param, places) in zip(slots, found.values(), strict=True):
         stored = param
-        if layout is None:
-            layout = parameter_layout(param, *choose(param), whole_mesh, plain)
-            stored = _stored(param, layout, offload)
-            vars(stored)[_LAYOUT] = layout
+        if _LAYOUT not in vars(param):
+            stored = _stored(param, slot.layout, offload)
+            vars(stored)[_LAYOUT] = slot.layout
+            undo.callback(vars(stored).pop, _LAYOUT)
             if stored is not param:
                 vars(param)[_STORED] = stored
+                undo.callback(vars(param).pop, _STORED)
                 if param.requires_grad:
-                    param.register_hook(_Replaced(fqn))
+                    undo.callback(param.register_hook(_Replaced(fqn)).remove)
         for module, name in places:
+            undo.callback(set_parameter, module, name, own_parameters(module)[name])
             set_parameter(module, name, stored)
-        slots.append(Slot(fqn, places, layout, policy, policy.dtype_of(stored)))
     return slots
 
 

@@ -126,18 +126,22 @@ class Slot:
         if (held := self.held[0]) is not None:
             return held[self.index]
         params, name = self.homes[0]
-        found: Any = params[name]
+        found: Any = params.get(name)
         is_distributed, stored = isinstance(found, DTensor), self.layout.stored
         if self._is_distributed:
             fits = is_distributed and found._spec.layout is stored
         else:
             fits = not is_distributed and found is not None and found.shape == stored.shape
         if not fits:
-            what = f"a {found.sharding}" if is_distributed else f"a {type(found).__name__}"
+            what = (
+                "missing"
+                if found is None
+                else f"a {found.sharding if is_distributed else type(found).__name__}"
+            )
             expected = stored if self._is_distributed else f"plain tensor of {stored}"
             raise RuntimeError(
-                f"The parameter {self.name} of a data-parallel module is {what}, not a {expected}.\n"
-                "  why: It was replaced or redistributed after the module was made data-parallel.\n"
+                f"The parameter {self.name} of a data-parallel module is {what}, and was a {expected}.\n"
+                "  why: It was replaced, redistributed or deleted after the module was made data-parallel.\n"
                 "  fix: Write into it (p.copy_(…), load_state_dict), or replace it before fully_shard or replicate."
             )
         return found  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import PerRank, axes_of
-from shardwise.parallel.data.group import Group, forget_interrupted_passes
+from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.passes import (
     BeginBackward,
     Order,
@@ -18,6 +18,7 @@ from shardwise.parallel.data.passes import (
     backward_was_interrupted,
     current_pass,
     engine,
+    forget_interrupted_passes,
 )
 from shardwise.parallel.data.policy import MixedPrecisionPolicy
 from shardwise.parallel.data.saved import packing
@@ -50,7 +51,7 @@ class State:
         self.modules = 1
         self.axes: frozenset[str] = frozenset()
         self.packs = True
-        self._left = 0
+        self._called = 0  # of the modules, in this pass
         self._is_materialized = False
         self.forward_order: Order[Group] = Order()
         self.backward_order: Order[Group] = Order()
@@ -72,6 +73,8 @@ class State:
                     out = self._call(fn, args, kwargs)
             finally:
                 self.forward_order.drop_unused()
+                for state in now.partly_called.values():
+                    state._end_of_pass()
                 for group in now.groups:
                     group.restore()
             if grad:
@@ -109,7 +112,7 @@ class State:
                 args, kwargs = cast_tensors((args, kwargs), self.policy.param_dtype)
             out = fn(*args, **kwargs)
         except BaseException:
-            self._left = 0
+            self._called = 0
             for group in entered:
                 group.leave(free=True)
             raise
@@ -148,11 +151,21 @@ class State:
 
     def _frees(self) -> bool:
         """Whether to free gathered blocks after this call: after those of all modules that share the groups."""
-        self._left = (self._left + 1) % self.modules
         now = current_pass()
         is_root = now is not None and now.root is self
         reshard = not is_root if self.reshard is None else self.reshard
-        return reshard and self._left == 0
+        if self.modules > 1 and not in_backward():  # where activation checkpointing calls some of them again
+            self._called = (self._called + 1) % self.modules
+            if now is not None and reshard:
+                now.partly_called[id(self)] = self
+        return reshard and self._called == 0
+
+    def _end_of_pass(self) -> None:
+        """Free gathered blocks if only some of the modules that share the groups were called."""
+        if self._called:
+            self._called = 0
+            for group in self.groups:
+                group.release()
 
 
 def _plain_tensors(now: Pass) -> AbstractContextManager[object]:
