@@ -298,9 +298,9 @@ CASES = {
     "dims of a shape for placements": (lambda w: w.local(shape=(12, 4, 1)), ValueError, "(6, 4, 1)"),
     # factories
     "a pending factory": (
-        lambda w: sw.zeros(4, device_mesh=w.line, placements=[Partial()]),
+        lambda w: sw.ones(4, device_mesh=w.line, placements=[Partial()]),
         ValueError,
-        "zeros",
+        "ones",
     ),
     "a negative size": (lambda w: sw.ones(4, -1, device_mesh=w.line), RuntimeError, "(4, -1)"),
     "a sparse factory": (

@@ -60,6 +60,15 @@ def our_module(path: str) -> ModuleType:
     return importlib.import_module("shardwise" + path)
 
 
+@pytest.mark.parametrize("module", ["parallel.api", "parallel.style"])
+def test_modules_have_the_names_that_those_of_torch_import(module):
+    from shardwise.parallel import ParallelStyle
+
+    found = our_module(f".{module}")
+    assert found.DTensor is shardwise.DTensor
+    assert found.ParallelStyle is ParallelStyle
+
+
 def test_all_is_sorted_and_complete():
     names = shardwise.__all__
     assert names == sorted(names)

@@ -15,6 +15,7 @@ from shardwise._dtensor_spec import TensorMeta as _TensorMeta  # noqa: F401
 from shardwise.api.distribute import distribute_tensor
 from shardwise.api.factories import arange, empty, eye, full, linspace, logspace, ones, zeros
 from shardwise.api.geometry import compute_local_shape_and_global_offset
+from shardwise.api.op_dispatcher import OpDispatcher as _OpDispatcher
 from shardwise.api.random_factories import rand, randint, randn, randperm
 from shardwise.api.register_sharding import register_sharding
 from shardwise.call.moved_view import MovedView as _MovedView
@@ -49,6 +50,7 @@ from shardwise.verify import prove as _prove
 # staticmethod: binding a classmethod costs more than the call itself
 DTensor.__torch_dispatch__ = staticmethod(_dispatch)
 _never_compile(_dispatch)
+DTensor._op_dispatcher = _OpDispatcher()
 CostModel.measure = staticmethod(_measure_costs)
 _install_patches()
 _support_foreach(DTensor)

@@ -305,7 +305,7 @@ def test_a_full_tensor_larger_than_any_memory(kind):
         assert {b.numel() for b in x.to_local().ranks} == {2**30}
 
 
-@pytest.mark.parametrize("kind", sorted(CALLS.keys() - {"empty"}))
+@pytest.mark.parametrize("kind", sorted(CALLS.keys() - {"empty", "zeros"}))
 @pytest.mark.parametrize(
     "placements", [[Partial(), R], [Shard(0), Partial("max")], [Partial("avg"), Partial("sum")]]
 )
@@ -320,7 +320,14 @@ def test_uninitialized_values_may_be_pending(square):
     assert {tuple(b.shape) for b in x.to_local().ranks} == {(2, 3)}
 
 
-@pytest.mark.parametrize("kind", sorted(CALLS.keys() - {"empty"}))
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_zeros_may_be_pending(square, op):
+    x = sw.zeros(4, 3, device_mesh=square, placements=[Shard(0), Partial(op)])
+    assert x.placements == (Shard(0), Partial(op))
+    assert torch.equal(x.full_tensor().ranks[0], torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("kind", sorted(CALLS.keys() - {"empty", "zeros"}))
 def test_partial_is_an_error_on_an_axis_of_one_rank_too(kind):
     with simulate(1), pytest.raises(LayoutError, match=rf"(?s)^{kind} .*P\(sum\).*\n  why: .*\n  fix: "):
         getattr(sw, kind)(*CALLS[kind], device_mesh=init_device_mesh("cpu", (1,)), placements=[Partial()])

@@ -53,11 +53,11 @@ def test_a_decorator_with_other_arguments_and_several_results(line):
     [
         (
             lambda x: local_map(torch.neg, [Shard(0)], ([Shard(0)], None))(x),
-            "in_placements length 2 does not match the number of arguments, 1",
+            "in_placements length 2 does not match the number of input args 1",
         ),
         (
             lambda x: local_map(torch.neg, ([Shard(0)], None))(x),
-            "out_placements length 2 does not match the number of results, 1",
+            "out_placements length 2 does not match the number of output values 1",
         ),
         (lambda x: local_map(torch.neg, [Shard(0)], (None,))(x), "in_placements of argument 0 is None"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from itertools import product
 
@@ -135,6 +136,17 @@ def test_specs_are_constructed_and_replaced_as_torch_has_it():
         assert ordered.layout is spec.layout
         with pytest.raises(LayoutError, match="tensor_meta"):
             DTensorSpec(mesh, given)
+        draft = copy.copy(spec)
+        for order, words in (
+            (((0, ()),), "has empty mesh dim"),
+            (((0, (0, 2)),), r"has invalid mesh dim \(0,2,\)"),
+            (((-1, (0, 1)),), "has invalid tensor dim -1"),
+            (((1, (1,)), (0, (0,))), "should be sorted in shard_order"),
+            (((0, (0,)), (1, (1,))), r"placement\[1\] doesn't have a matching shard in shard_order"),
+        ):
+            with pytest.raises(AssertionError, match=words):
+                draft.shard_order = order
+        assert draft == spec
 
 
 @pytest.mark.parametrize("split_factor", [1, 2, 3, 4])

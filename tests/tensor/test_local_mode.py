@@ -136,6 +136,13 @@ def test_shapes_and_offsets_differ_between_ranks(mesh: DeviceMesh) -> None:
     assert starts == {0: 0, 1: 3, 2: 6}
 
 
+def test_chunks_of_a_checkpoint_are_those_of_a_process(mesh: DeviceMesh) -> None:
+    with LocalTensorMode(3):
+        x = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="cannot be saved"):
+            x.__create_chunk_list__()  # type: ignore[attr-defined]
+
+
 def test_without_a_mode_nothing_of_it_remains(mesh: DeviceMesh) -> None:
     with LocalTensorMode(3):
         distribute_tensor(torch.ones(3), mesh, [Shard(0)])

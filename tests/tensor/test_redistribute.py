@@ -320,7 +320,7 @@ def test_invalid_arguments_are_errors():
             (lambda: x.redistribute(), "Neither placements nor a mesh axis"),
             (lambda: x.redistribute(placements=[Replicate()], tp=Replicate()), "The target is given once"),
             (lambda: x.redistribute(pp=Replicate()), "Its axes are tp=4"),
-            (lambda: x.redistribute(placements=[Replicate()] * 2), "same length as the mesh"),
+            (lambda: x.redistribute(placements=[Replicate()] * 2), "same length as `device_mesh.ndim`"),
             (lambda: x.redistribute(placements=[Shard(1)]), "out of range"),
         ]:
             with pytest.raises(LayoutError, match=f"(?s){what}.*fix: "):

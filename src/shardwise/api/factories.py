@@ -4,7 +4,7 @@ Each rank creates its own block; the full tensor never exists and nothing is com
 arguments of `TensorOptions` and raise
 
 - LayoutError if there is no mesh, if the placements do not fit the shape or the mesh or contain `Partial` (except for
-  `empty`), if a size is negative, or if `layout` is not `torch.strided`;
+  `empty` and `zeros`), if a size is negative, or if `layout` is not `torch.strided`;
 - what the torch function of the same name raises for its own arguments.
 """
 

@@ -99,8 +99,8 @@ def _mapped(
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         given, rebuild = flatten(args)
-        _check_count(in_placements, given, "in_placements", "arguments")
-        _check_count(in_grad_placements, given, "in_grad_placements", "arguments")
+        _check_count(in_placements, given, "in_placements", "input args")
+        _check_count(in_grad_placements, given, "in_grad_placements", "input args")
         tensors = [a for a in given if isinstance(a, DTensor)]
         if not tensors:
             return func(*args, **kwargs)
@@ -113,7 +113,7 @@ def _mapped(
             for i, a in enumerate(inputs)
         ]
         results, rebuild_results = flatten(func(*rebuild(blocks), **kwargs))
-        _check_count(outs, results, "out_placements", "results")
+        _check_count(outs, results, "out_placements", "output values")
         uneven = any(_is_uneven(a) for a in inputs if isinstance(a, DTensor))
         return rebuild_results([_output(r, mesh, p, uneven) for r, p in zip(results, outs, strict=True)])
 
@@ -123,8 +123,8 @@ def _mapped(
 def _check_count(placements: Sequence[Any] | None, values: Sequence[Any], name: str, kind: str) -> None:
     if placements is not None and len(placements) != len(values):
         raise MapError(
-            f"local_map: {name} length {len(placements)} does not match the number of {kind}, {len(values)}.",
-            why="local_map requires one placements value for each of them: each value, also inside lists and dicts, has its own placements, or None if it is not a tensor.",
+            f"local_map: {name} length {len(placements)} does not match the number of {kind} {len(values)}!",
+            why=f"local_map requires one PlacementType be provided for each of the {kind}, also inside lists and dicts, or None for a value that is not a tensor; received {len(placements)} {name} but {len(values)} is expected.",
             fix=f"Use a tuple of length {len(values)}.",
         )
 

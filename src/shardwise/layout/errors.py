@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-__all__ = ["DimError", "LayoutError"]
+__all__ = ["DimError", "LayoutError", "PlacementTypeError"]
 
 
 # Two bases, because torch raises ValueError for some of these errors and RuntimeError for others: code that catches
@@ -32,3 +32,8 @@ class LayoutError(ValueError, RuntimeError):
 # torch raises IndexError, AssertionError or RuntimeError for a dim that the tensor does not have, by the function.
 class DimError(LayoutError, IndexError, AssertionError):
     """A placement splits a dim that the tensor does not have."""
+
+
+# torch raises RuntimeError for a placement that it does not know.
+class PlacementTypeError(LayoutError, TypeError):
+    """A placement is of another type."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
 from shardwise.layout.axes import Axes
-from shardwise.layout.errors import DimError, LayoutError
+from shardwise.layout.errors import DimError, LayoutError, PlacementTypeError
 from shardwise.layout.factor import Dim, Factor, canonical
 from shardwise.layout.immutable import Immutable
 from shardwise.layout.placement import REDUCE_OPS, Partial, Placement, Replicate, Shard, StridedShard
@@ -178,7 +178,7 @@ def _normalize(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placemen
         )
     if len(placements) != len(axes):
         raise LayoutError(
-            f"`placements` must have the same length as the mesh: {len(placements)} for {len(axes)} axes.",
+            f"`placements` must have the same length as `device_mesh.ndim`: {len(placements)} for {len(axes)} axes.",
             why=f"Each axis of the mesh ({axes}) needs one placement, got ({', '.join(map(str, placements))}).",
             fix="Add Replicate() for the axes that should not split the tensor."
             if len(placements) < len(axes)
@@ -189,15 +189,12 @@ def _normalize(shape: tuple[int, ...], axes: Axes, placements: Sequence[Placemen
     for a, p in enumerate(placements):
         if not isinstance(p, Shard | Replicate | Partial | StridedShard):
             given: object = p
-            raise TypeError(
-                f"Axis {axes.names[a]} has {p!r} of {type(p).__module__} as its placement.\n"
-                "  why: A placement is Shard(dim), Replicate() or Partial(op) of shardwise.\n"
-                "  fix: "
-                + (
-                    f"Write {given.__name__}(…)."
-                    if isinstance(given, type)
-                    else "Import them from shardwise."
-                )
+            raise PlacementTypeError(
+                f"Axis {axes.names[a]} has {p!r} of {type(p).__module__} as its placement.",
+                why="A placement is Shard(dim), Replicate() or Partial(op) of shardwise.",
+                fix=f"Write {given.__name__}(…)."
+                if isinstance(given, type)
+                else "Import them from shardwise.",
             )
         if isinstance(p, Shard | StridedShard):
             if not -len(shape) <= p.dim < len(shape):

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.comm import PerRank, coord_of
 from shardwise.layout import Spec, owned
 from shardwise.torch_internals.checkpoint import chunk, write_item
+from shardwise.torch_internals.local_tensor import is_active
 
 __all__ = ["Box", "CheckpointMethods", "boxes"]
 
@@ -67,7 +68,7 @@ class CheckpointMethods:
                 f"  why: {spec} holds terms of a reduction that has not been done, so no rank has its values.\n"
                 "  fix: x.redistribute(placements=[Replicate(), ...]) before it is saved"
             )
-        if spec.stride is None or isinstance(self._local_tensor, PerRank):
+        if spec.stride is None or isinstance(self._local_tensor, PerRank) or is_active():
             kind = "sparse" if spec.stride is None else "simulated"
             raise ValueError(
                 f"A {kind} DTensor, {spec}, cannot be saved by torch.distributed.checkpoint.\n"

@@ -119,8 +119,8 @@ def layout_for(
         )
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     layout = Layout.of(shape, axes_of(mesh), placements)
-    # uninitialized values may be those of any layout
-    if name != "empty" and any(p.is_partial() for p in placements):
+    # uninitialized values may be those of any layout, and every reduction of zeros is zero
+    if name not in ("empty", "zeros") and any(p.is_partial() for p in placements):
         raise LayoutError(
             f"{name} cannot create a tensor with placements ({', '.join(map(str, placements))}).",
             why="A pending reduction is the result of a computation; a new tensor has nothing to reduce.",

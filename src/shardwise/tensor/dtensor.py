@@ -91,6 +91,8 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, Gradi
     __slots__ = ("_local_tensor", "_spec")
     _source: Any = None
     """How a view with memory of its own is computed; None for all other tensors."""
+    _op_dispatcher: Any
+    """What programs read and set of torch's dispatcher, see `shardwise/api/op_dispatcher.py`."""
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:

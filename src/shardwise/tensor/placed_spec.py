@@ -50,6 +50,7 @@ def _ordered(
 ) -> tuple[Placement, ...]:
     """The placements, with the order of the axes on each dim that has one."""
     out = list(placements)
+    _check_order(placements, shard_order)
     for d, axes in shard_order:
         if list(axes) == sorted(axes):
             continue
@@ -57,6 +58,43 @@ def _ordered(
             if isinstance(p := out[axis], Shard) and p.dim == d:
                 out[axis] = Shard(d, order)
     return tuple(out)
+
+
+def _check_order(placements: Sequence[Placement], shard_order: Sequence[ShardOrderEntry]) -> None:
+    """Raise unless the order names, for each dim that axes split, those axes."""
+    given = f"shard_order {tuple(map(tuple, shard_order))}"
+    wrong = [f"{given} has empty mesh dim." for _, axes in shard_order if not axes]
+    wrong += [f"{given} has invalid tensor dim {d}." for d, _ in shard_order if d < 0]
+    wrong += [
+        f"{given} has invalid mesh dim {_tuple_text(axes)}."
+        for _, axes in shard_order
+        if any(not 0 <= a < len(placements) for a in axes)
+    ]
+    dims = [d for d, _ in shard_order]
+    if dims != sorted(set(dims)):
+        wrong.append(f"tensor dim should be sorted in shard_order, and named once: {given}.")
+    if not wrong:
+        named = {(axis, d) for d, axes in shard_order for axis in axes}
+        wrong = [
+            f"placement[{axis}] doesn't have a matching shard in shard_order: {given} has it split dim {d}, but it is {placements[axis]}."
+            for axis, d in sorted(named)
+            if getattr(placements[axis], "dim", None) != d
+        ]
+    if wrong:
+        raise OrderError(
+            "\n  ".join(wrong),
+            why="A shard_order has one entry for each dim that is split, in the order of dims, with the mesh axes that split it.",
+            fix="shard_order=(ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),), for a dim that axis 1 splits outside of axis 0",
+        )
+
+
+def _tuple_text(axes: Sequence[int]) -> str:
+    return f"({','.join(map(str, axes))},)"
+
+
+# torch raises AssertionError
+class OrderError(LayoutError, AssertionError):
+    """The order of mesh axes on the dims of a tensor does not fit its placements."""
 
 
 @dataclass
