@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
 
+from shardwise.torch_internals.aliased_inputs import keep_memory_of
 from shardwise.torch_internals.module_fixer import after_import
 from shardwise.torch_internals.symbolic_sizes import belongs_to_layouts
 
@@ -122,7 +123,8 @@ def as_block_of(block: Any, shape: Sequence[Any]) -> Tensor | None:
     if _hint(block.storage_offset()) != 0 or block.requires_grad:
         return None
     with block.fake_mode:
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
+        new = torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
+    return keep_memory_of(new, block)
 
 
 def _hint(size: Any) -> int:
