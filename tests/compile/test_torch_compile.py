@@ -208,6 +208,23 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("at", [R, S0, S1], ids=str)
+def test_export_for_all_sizes(at, strict):
+    sizes = 2 * torch.export.Dim("half") if at == S0 else torch.export.Dim("size")
+    with sw.compile.fake_mesh((2,), ("tp",)) as mesh:
+        model = sw.distribute_module(nn.Linear(6, 4), mesh)
+        step = torch.export.export(
+            model, (tensor(mesh, 4, 6, at=at),), dynamic_shapes={"input": {0: sizes}}, strict=strict
+        ).module()
+        for n in (4, 6, 10):
+            x = tensor(mesh, n, 6, at=at)
+            found, expected = step(x), model(x)
+            assert found.placements == expected.placements and found.shape == expected.shape
+            if at != S1:  # which sends nothing
+                assert torch.allclose(found._local_tensor, expected._local_tensor)
+
+
+@pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
     with sw.compile.fake_mesh((2,), ("tp",)) as mesh:
         program = torch.export.export(

@@ -289,18 +289,33 @@ def slices(mesh):
     return lambda x: (x[1:] * 2, x[:-2].sin(), x[::2]), lambda n: (tensor(mesh, n, 6),)
 
 
-ONE_EACH: dict[str, Program] = {}
-"""Programs of which each size is a graph of its own, as before."""
-
-
-def one_each(make: Program) -> Program:
-    ONE_EACH[make.__name__] = make
-    return make
-
-
-@one_each
+@uneven
 def joined(mesh):
-    return lambda x, y: torch.cat([x, y]).sin(), lambda n: (tensor(mesh, n, 6), tensor(mesh, n, 6, seed=1))
+    def fn(x, y):
+        both = torch.cat([x, y])
+        return both.sin(), both.softmax(0), both.mean(), sum(both.chunk(2))
+
+    return fn, lambda n: (tensor(mesh, n, 6), tensor(mesh, n, 6, seed=1))
+
+
+@uneven
+def joined_with_longer_ones(mesh):
+    def arguments(n):
+        return tensor(mesh, n, 6), tensor(mesh, n + 3, 6, seed=1), tensor(mesh, 4, 6, seed=2)
+
+    return lambda *parts: torch.cat(parts).redistribute(tp=R), arguments
+
+
+@uneven
+def flattened_with_outer_batch(mesh):
+    w = tensor(mesh, 6, 8, at=R)
+
+    def fn(x, w, target):
+        logits = x.flatten(0, 1) @ w
+        loss = functional.cross_entropy(logits, target.flatten())
+        return loss, logits.relu().view(2, x.shape[1], 8)
+
+    return fn, lambda n: (tensor(mesh, 2, n, 6, at=S1), w, numbers(mesh, 8, 2, n, at=S1))
 
 
 @uneven
@@ -322,15 +337,31 @@ def sorted_rows(mesh):
     return lambda x: (x.topk(2, 0)[0], x.sort(0)[0], x.cumsum(0)), lambda n: (tensor(mesh, n, 6),)
 
 
-@one_each
+@uneven
 def indices_of_largest(mesh):
-    return lambda x: (x.max(0)[0], x.argmax(0)), lambda n: (tensor(mesh, n, 6),)
+    return lambda x: (*x.max(0), x.argmin(0), x.argmax()), lambda n: (tensor(mesh, n, 6),)
 
 
-@one_each
+@uneven
 def argument_and_view(mesh):
     def arguments(n):
         x = tensor(mesh, n, 6, grad=False)
         return x, x.t()
 
     return lambda x, y: (x * 2, y + 1), arguments
+
+
+@uneven
+def views_as_arguments(mesh):
+    """Columns, rows, which have memory of their own, and both of a transposed tensor that has a gradient."""
+
+    def arguments(n):
+        x, y = tensor(mesh, n, 6, grad=False), tensor(mesh, n + 2, 6)
+        return x[:, 2:5], x[:, 1:].detach(), y[2:], y.t()[1:4].t()
+
+    return lambda *parts: [part.sin() + 1 for part in parts], arguments
+
+
+@uneven
+def asynchronous_argument(mesh):
+    return lambda x: x.sin() + 1, lambda n: (tensor(mesh, n, 6).redistribute(tp=R, async_op=True),)

@@ -17,7 +17,7 @@ from shardwise.call.resolve import Resolution
 from shardwise.comm import Coord
 from shardwise.layout import Factor, Layout
 from shardwise.plan import plan_redistribute
-from shardwise.tensor.construct import from_function
+from shardwise.tensor.construct import from_function, indices_along
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["ALTERNATIVES"]
@@ -32,10 +32,7 @@ def _flat_index(x: DTensor, dims: Sequence[int]) -> DTensor:
     def values(shape: tuple[int, ...], owned: Sequence[Sequence[int]]) -> Tensor:
         index = torch.zeros((), dtype=torch.int64, device=device)
         for d in dims:
-            if isinstance(own := owned[d], range):
-                along = torch.arange(own.start, own.stop, device=device)
-            else:
-                along = torch.tensor(own, dtype=torch.int64, device=device)
+            along = indices_along(owned, d, device)
             index = index * x.shape[d] + along.view([-1 if e == d else 1 for e in range(x.dim())])
         return index
 

@@ -152,6 +152,10 @@ def move_once(t: Tensor, plan: Plan, move: Callable[[], Tensor]) -> Tensor:
 
     The caller must not write to it, nor return a tensor that shares its memory.
     """
+    if (
+        plan.target.is_symbolic
+    ):  # while a program is traced nothing is kept, and the limit would be a question
+        return move()
     size = largest_block(plan.target) * t.dtype.itemsize
     limit = current_settings().reuse
     origin = _origin(t) if plan.collectives and size <= limit else None

@@ -14,6 +14,7 @@ __all__ = [
     "block_offset",
     "block_shape",
     "contiguous_stride",
+    "factor_ranges",
     "global_shape",
     "global_stride",
     "has_empty_blocks",
@@ -25,6 +26,18 @@ __all__ = [
 
 def _ranges(dim: Dim, sizes: Sequence[int], coord: Sequence[int]) -> list[tuple[int, int]]:
     return [cut(f.size, [sizes[a] for a in f.axes], [coord[a] for a in f.axes]) for f in dim]
+
+
+def factor_ranges(layout: Layout, d: int, coord: Sequence[int]) -> list[tuple[int, int, int]]:
+    """For each factor of a dim its size, and the range that a coord owns of it.
+
+    >>> from shardwise.layout import Axes, parse_layout
+    >>> factor_ranges(parse_layout("[2 5:tp]", Axes((2,), ("tp",)))[0], 0, (1,))
+    [(2, 0, 2), (5, 3, 5)]
+    """
+    dim = layout.dims[d]
+    ranges = _ranges(dim, layout.axes.sizes, coord)
+    return [(f.size, low, high) for f, (low, high) in zip(dim, ranges, strict=True)]
 
 
 def block_shape(layout: Layout, coord: Sequence[int]) -> tuple[int, ...]:

@@ -19,14 +19,14 @@ __all__ = ["SpecPattern", "open_dim", "open_dims", "pattern_of", "restore_patter
 
 _MAX_SPECS = 256  # kept for each pattern
 
-DimPattern = tuple[tuple[int, ...], tuple[Factor, ...]]
-"""The axes that split the outermost factor of a dim, whose size is open, and the other factors."""
+DimPattern = tuple[tuple[int, ...], tuple[Factor, ...], tuple[Factor, ...]]
+"""The axes that split the factor of a dim whose size is open, the factors inside of it, and those around it."""
 
 
 class SpecPattern(Immutable):
     """A mesh, a dtype and how axes split the dims of a tensor of any sizes; interned and hashed by identity.
 
-    The size of a dim is open; of a dim of several factors, that of the outermost one.
+    The size of a dim is open; of a dim of several factors, that of one of them, which is the outermost one if they are numbers.
 
     >>> from shardwise.layout import parse_layout
     >>> axes = Axes((2,), ("tp",))
@@ -98,26 +98,35 @@ class SpecPattern(Immutable):
         return restore_pattern, (mesh, axes, dims, partial, self.dtype, self.units, self.is_dense)
 
     def __repr__(self) -> str:
-        dims: list[Any] = [(Factor("?", axes), *inner) for axes, inner in self.dims]  # type: ignore[arg-type]
+        dims: list[Any] = [(*outer, Factor("?", axes), *inner) for axes, inner, outer in self.dims]  # type: ignore[arg-type]
         return layout_text(self.axes, dims, self.partial, dtype_text(self.dtype))
 
 
-def open_dim(size: int, axes: tuple[int, ...], inner: Sequence[Factor]) -> Dim:
-    """The factors of a dim of some size, given the axes that split the outermost one and the others."""
-    return (Factor(size // math.prod(f.size for f in inner), axes), *inner)
+def open_dim(size: int, axes: tuple[int, ...], inner: Sequence[Factor], outer: Sequence[Factor] = ()) -> Dim:
+    """The factors of a dim of some size, given the axes that split the open one, and the others.
+
+    >>> open_dim(24, (0,), [Factor(4)], [Factor(2)])
+    (Factor(size=2, axes=()), Factor(size=3, axes=(0,)), Factor(size=4, axes=()))
+    """
+    known = math.prod(f.size for f in (*outer, *inner))
+    return (*outer, Factor(size // known, axes), *inner)
 
 
 def open_dims(layout: Layout) -> tuple[DimPattern, ...]:
     """How axes split the dims of a layout, whatever their sizes are."""
     out = []
     for dim in layout.dims:
-        outer, *inner = dim or (Factor(1),)
-        out.append((outer.axes, tuple(Factor(int(f.size), f.axes) for f in inner)))
+        factors = dim or (Factor(1),)
+        i = next((i for i, f in enumerate(factors) if type(f.size) is not int), 0)
+        outer, inner = (
+            tuple(Factor(int(f.size), f.axes) for f in some) for some in (factors[:i], factors[i + 1 :])
+        )
+        out.append((factors[i].axes, inner, outer))
     return tuple(out)
 
 
 def pattern_of(spec: Spec) -> SpecPattern:
-    """The pattern of a spec. Symbolic sizes of inner factors become numbers, on which the compiled program then depends."""
+    """The pattern of a spec. Of several symbolic sizes in a dim all but one become numbers, on which the compiled program then depends."""
     known: SpecPattern | None = getattr(spec, "pattern", None)
     if known is not None:
         return known

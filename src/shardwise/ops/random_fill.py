@@ -97,7 +97,10 @@ def _parse_draw(text: str, sizes: tuple[int, ...] = ()) -> tuple[Numbers, BlockI
     said = json.loads(text)
     numbers = Numbers(said["op"], tuple(said["given"]), _BY_NAME[said["op"]])
     if "dims" in said:
-        dims = [(tuple(axes), [Factor(n, tuple(on)) for n, on in inner]) for axes, inner in said["dims"]]
+        dims = [
+            (tuple(axes), *([Factor(n, tuple(on)) for n, on in some] for some in rest))
+            for axes, *rest in said["dims"]
+        ]
         layout = Layout(
             Axes(tuple(said["axes"])), [open_dim(n, *d) for n, d in zip(sizes, dims, strict=True)]
         )

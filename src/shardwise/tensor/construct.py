@@ -20,6 +20,7 @@ from shardwise.layout import (
     Spec,
     block_shape,
     contiguous_stride,
+    factor_ranges,
     owned,
     unit_placements,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "empty_like_block",
     "from_block",
     "from_function",
+    "indices_along",
     "layout_for",
     "memory_like",
     "rebuild",
@@ -144,6 +146,23 @@ class _LazyIndices(Sequence[Sequence[int]]):
 
     def __len__(self) -> int:
         return self._layout.ndim
+
+    def along(self, d: int, device: torch.device) -> Tensor:
+        """The indices along a dim as a tensor, whose size may be a symbol."""
+        out = torch.zeros(1, dtype=torch.int64, device=device)
+        for size, low, high in factor_ranges(self._layout, d, self._coord):
+            out = (out[:, None] * size + torch.arange(high - low, device=device) + low).flatten()
+        return out
+
+
+def indices_along(owned: Sequence[Sequence[int]], d: int, device: torch.device) -> Tensor:
+    """The indices along a dim, of those that `from_function` passes, as a tensor."""
+    if isinstance(owned, _LazyIndices):
+        return owned.along(d, device)
+    own = owned[d]
+    if isinstance(own, range):
+        return torch.arange(own.start, own.stop, device=device)
+    return torch.tensor(own, dtype=torch.int64, device=device)
 
 
 def _indices(layout: Layout, coord: Sequence[int]) -> Sequence[Sequence[int]]:

@@ -28,10 +28,12 @@ from shardwise.tensor.local import from_local, to_local
 from shardwise.tensor.redistribute import redistribute, to_layout
 from shardwise.tensor.redistribute_many import redistribute_many
 from shardwise.tensor.symbolic_specs import related
+from shardwise.torch_internals.aliased_inputs import refuse_writes_to_shared_memory
 from shardwise.torch_internals.collective_order import keep_collectives_alike
 from shardwise.torch_internals.eager_graphs import support_eager_graphs
 from shardwise.torch_internals.graph_calls import ScopedState, call_in_graph, guard_by_metadata, guard_state
 from shardwise.torch_internals.graph_values import describe_constant, live_mesh, register_value, stable_hash
+from shardwise.torch_internals.input_classes import accept_derived_inputs
 from shardwise.torch_internals.late_numbers import restart_for_late_numbers
 from shardwise.torch_internals.symbolic_inputs import note_new_inputs
 from shardwise.torch_internals.symbolic_sizes import hash_by_expression, sign_of, symbolic_size, terms_of
@@ -62,6 +64,8 @@ def support_compile() -> None:
     implementation.related = related
     hash_by_expression()
     note_new_inputs(DTensor)
+    accept_derived_inputs(DTensor)
+    refuse_writes_to_shared_memory(DTensor)
     find_symbols_in_graphs()
     restart_for_late_numbers()
     set_symbols(Symbols(symbolic_size, terms_of, sign_of, torch.sym_min, torch.sym_max))

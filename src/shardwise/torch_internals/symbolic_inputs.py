@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaConverter
 
+from shardwise.torch_internals.aliased_inputs import keep_memory_of
 from shardwise.torch_internals.module_fixer import after_import
 from shardwise.torch_internals.symbolic_sizes import belongs_to_layouts
 
@@ -29,8 +30,11 @@ def note_new_inputs(cls: type) -> None:
     ) -> Any:
         if description.type is None or not issubclass(description.type, cls) or context is None:
             return original(self, description, size, stride, env, context, *rest)
-        inner = {name: _static(part) for name, part in context.inner_contexts.items()}
-        context = replace(context, inner_contexts=inner)
+        for (
+            name,
+            part,
+        ) in context.inner_contexts.items():  # of this object: torch reads it again for the guards
+            context.inner_contexts[name] = _static(part)
         _converting.append(None)
         try:
             out = original(self, description, size, stride, env, context, *rest)
@@ -40,9 +44,39 @@ def note_new_inputs(cls: type) -> None:
             self.set_tensor_memo(part, getattr(out, name))  # which `as_block_of` may have replaced
         return out
 
-    converter._empty_create_subclass = create
+    convert = converter.meta_tensor
+
+    def meta_tensor(self: Any, description: Any, env: Any, callback: Any, source: Any, context: Any) -> Any:
+        if description.is_view and _is_dynamic(description, context, cls):
+            # torch would compute it from its base, with sizes and offsets of the view as symbols that no input has
+            description = replace(description, is_view=False, base=None, view_func=None)
+        return convert(self, description, env, callback, source, context)
+
+    converter._empty_create_subclass, converter.meta_tensor = create, meta_tensor
+    after_import("torch._dynamo.variables.builder", lambda module: _forget_bases(module, cls))
     # loaded by the first compilation, with a library for algebra
     after_import("torch.fx.experimental.symbolic_shapes", _take_blocks_for_large)
+    after_import("torch.fx.experimental.symbolic_shapes", _equate_blocks)
+
+
+def _forget_bases(builder: Any, cls: type) -> None:
+    """Have torch not record the bases of inputs that are views: they have symbols of their own, which then no input has."""
+    original = builder.wrap_to_fake_tensor_and_record
+
+    def wrap(tensor: Any, *args: Any, source: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, cls) and getattr(source, "member", None) == "_base":
+            return None
+        return original(tensor, *args, source=source, **kwargs)
+
+    builder.wrap_to_fake_tensor_and_record = wrap
+
+
+def _is_dynamic(description: Any, context: Any, cls: type) -> bool:
+    """Whether some size of a tensor of a class, or of that which it is a view of, is a symbol."""
+    if context is None or description.type is None or not issubclass(description.type, cls):
+        return False
+    contexts = [c for c in (context, context.view_base_context) if c is not None]
+    return any(kind is not type(kind).STATIC for c in contexts for kind in c.dynamic_sizes)
 
 
 def _static(context: Any) -> Any:
@@ -51,7 +85,10 @@ def _static(context: Any) -> Any:
         return None
     kinds: Any = type(context.dynamic_sizes[0]) if context.dynamic_sizes else None
     static = [kinds.STATIC for _ in context.dynamic_sizes]
-    return replace(context, dynamic_sizes=static, constraint_sizes=[None] * len(static))
+    base = _static(context.view_base_context)
+    return replace(
+        context, dynamic_sizes=static, constraint_sizes=[None] * len(static), view_base_context=base
+    )
 
 
 def _take_blocks_for_large(shapes: Any) -> None:
@@ -69,6 +106,26 @@ def _take_blocks_for_large(shapes: Any) -> None:
         return original(question, default)  # type: ignore[no-any-return]
 
     shapes._guard_or = guard_or
+
+
+def _equate_blocks(shapes: Any) -> None:
+    """Have `torch.export` know that the block of an input has the size of the input in a dim where it has the same symbol.
+
+    For inputs whose sizes have the name of a `Dim`, it asks the user about others that are equal.
+    """
+    holder: Any = shapes.EqualityConstraint
+    original = holder.is_equal
+
+    def is_equal(self: Any, a: Any, b: Any) -> bool:
+        return _of_input(a) == _of_input(b) or original(self, a, b)
+
+    holder.is_equal = is_equal
+
+
+def _of_input(source: Any) -> Any:
+    """The size of an input, for that of its block."""
+    base = getattr(source, "base", None)
+    return replace(source, base=base.base) if getattr(base, "member", None) == "_local_tensor" else source
 
 
 _FEW: dict[str, tuple[int, ...]] = {
@@ -105,8 +162,10 @@ def as_block_of(block: Any, shape: Sequence[Any]) -> Tensor | None:
     To the compiler each size of each part is a symbol of its own, or a number if it is 0 or 1 or was the same before. Torch
     checks at each call of the compiled code that the parts have the sizes that these expressions give.
 
+    Strides that do not follow from the sizes, as those of some columns, are numbers, and so is the offset.
+
     Returns:
-        The tensor, or None if its strides do not follow from its sizes.
+        The tensor, or None if it cannot be made.
     """
     sizes, strides = ([_hint(n) for n in some] for some in (block.shape, block.stride()))
     order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
@@ -115,14 +174,20 @@ def as_block_of(block: Any, shape: Sequence[Any]) -> Tensor | None:
     known = 1
     for d in reversed(order):
         if strides[d] != known and sizes[d] != 1:
-            return None
+            known = step = strides[d]
         stride[d] = step
         known *= max(sizes[d], 1)
         step = step * (shape[d] if isinstance(shape[d], int) else torch.sym_max(shape[d], 1))
-    if _hint(block.storage_offset()) != 0 or block.requires_grad:
+    if block.requires_grad:
         return None
-    with block.fake_mode:
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
+    offset = _hint(block.storage_offset())
+    with block.fake_mode, torch.no_grad():
+        new = torch.empty_strided(tuple(shape), tuple(stride), dtype=block.dtype, device=block.device)
+        if offset:
+            size = new.untyped_storage().nbytes() // block.dtype.itemsize
+            memory = torch.empty((size + offset,), dtype=block.dtype, device=block.device)
+            new.set_(memory.untyped_storage(), offset, tuple(shape), tuple(stride))
+    return keep_memory_of(new, block)
 
 
 def _hint(size: Any) -> int:
