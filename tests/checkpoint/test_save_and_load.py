@@ -24,6 +24,7 @@ from shardwise.checkpoint.loading import Loading
 from shardwise.checkpoint.save_plan import Stored, plan_save
 from shardwise.comm import axes_of, coord_of, counting, is_simulated, members_of
 from shardwise.layout import Axes, Layout, Shard, block_shape, owned
+from shardwise.torch_internals.connections import world_store
 
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 DTYPES = [
@@ -318,6 +319,19 @@ def save_different_keys(path):
     return error_of(checkpoint.save, state, path), error_of(checkpoint.save, {"x": x, "rank": rank}, path)
 
 
+class Unreadable:
+    def state_dict(self):
+        raise KeyError("step")
+
+
+def save_unreadable(path, rank):
+    """The first save of a world, whose state one rank cannot read."""
+    if torch.distributed.get_rank() == 0:
+        world_store().delete_key("shardwise/checkpoint/token")
+    torch.distributed.barrier()
+    return error_of(checkpoint.save, {"x": Unreadable() if torch.distributed.get_rank() == rank else 1}, path)
+
+
 def save_on_a_full_disk(path):
     """Rank 2 cannot write; the checkpoint from before stays."""
     x = sw.distribute_tensor(torch.arange(4.0), mesh_of((4,)), [sw.Shard(0)])
@@ -360,6 +374,9 @@ def test_errors_are_the_same_on_all_ranks(workers, tmp_path):
     assert kind == "CheckpointStateError"
     assert "y: torch.float32 [2] on rank 0, not on rank 2" in text
     assert "different values on rank 0 and rank 1" in values
+    for rank in (0, 3):
+        (found,) = set(workers.run(save_unreadable, tmp_path / "c", rank))
+        assert f"[rank {rank}] The state could not be read: KeyError: 'step'" in found[1]
     found = workers.run(save_on_a_full_disk, tmp_path / "c")
     assert len(set(found)) == 1
     assert found[0][0] == "CheckpointWriteError"

@@ -89,21 +89,23 @@ class Saving:
             raise
 
     def _work(self) -> Report:
+        # first of all: the others wait for the token of rank 0, also where its state is wrong
+        token = run_token(self.timeout, self.alone)
         if self.error is not None:
             raise self.error
-        return {"reports": self._write(), **self._digest()}
+        self.aside = aside_path(self.path, token)
+        return {"reports": self._write(self.aside), **self._digest()}
 
-    def _write(self) -> list[Report]:
+    def _write(self, aside: Path) -> list[Report]:
         """Write the files of this process aside."""
         reports: list[Report] = []
-        self.aside = aside_path(self.path, run_token(self.timeout, self.alone))
         with write_errors(self.path):
             if self.rank == 0:
                 remove_left_files(self.path, keep_unknown=True)
             for rank in self.ranks:
                 staged = self.staged.pop(rank, None)
                 cells = bits_in(self.tensors, rank) if staged is None else staged.cells
-                reports.append(write_rank(self.plan, rank, self.aside, cells))
+                reports.append(write_rank(self.plan, rank, aside, cells))
                 if staged is not None:
                     staged.give_back()
         return reports
