@@ -336,6 +336,7 @@ def save_on_a_full_disk(path):
     """Rank 2 cannot write; the checkpoint from before stays."""
     x = sw.distribute_tensor(torch.arange(4.0), mesh_of((4,)), [sw.Shard(0)])
     checkpoint.save({"x": x}, path)
+    other = x + 1
     write = os.write
 
     def full(descriptor, data):
@@ -344,7 +345,7 @@ def save_on_a_full_disk(path):
     if torch.distributed.get_rank() == 2:
         os.write = full
     try:
-        first = error_of(checkpoint.save, {"x": x + 1}, path)
+        first = error_of(checkpoint.save, {"x": other}, path)
     finally:
         os.write = write
     into = {"x": torch.zeros_like(x)}
