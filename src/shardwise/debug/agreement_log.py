@@ -201,8 +201,7 @@ def _item_of(entry: Entry) -> Item:
 
 def _are_alike(rows: Tensor) -> bool:
     """Whether all rows are the same, of which none has a problem."""
-    first = rows[0]
-    return all(torch.equal(first, row) for row in rows[1:])
+    return torch.equal(rows[1:], rows[:-1])
 
 
 def _gather(row: Tensor, group: Group, note: Note) -> Tensor:

@@ -18,10 +18,10 @@ from shardwise.debug.call_facts import CallFacts, Held, facts_of, held
 from shardwise.debug.divergence import Item
 from shardwise.debug.fingerprint import fingerprint
 from shardwise.debug.marks import (
-    NO_ORIGIN,
     Origin,
     any_unset,
     describe_origin,
+    fits_without_check,
     mark_of,
     mark_result,
     mark_written,
@@ -85,7 +85,8 @@ class CallWatcher:
     ) -> None:
         log = self.logs.get(id(facts.mesh)) or self.log_of(facts.mesh)
         code, numbers = facts.code_of(args, kwargs)
-        if not is_simulated():
+        simulated = is_simulated()
+        if not simulated:
             log.add((code, 0, (), _order_item, (facts, numbers, place)))
         for i, how, mesh in facts.reads:
             t = tensors[i]
@@ -93,8 +94,11 @@ class CallWatcher:
                 if t.numel():
                     self._log_value(log, t, _PLAIN, code, "plain", (i, facts), place)
                 continue
+            block = t._local_tensor  # type: ignore[attr-defined]
+            if not simulated and fits_without_check(block, how):
+                continue
             where = log if mesh is facts.mesh else self.log_of(mesh)
-            self._log_value(where, t._local_tensor, how, code, "values", (i, facts), place)  # type: ignore[attr-defined]
+            self._log_value(where, block, how, code, "values", (i, facts), place)
 
     def _log_value(
         self,
@@ -127,8 +131,8 @@ class CallWatcher:
             value = mark.value = _fingerprint(block, how) or 1
         # small blocks are kept, so that they can be shown
         ref = block.detach if block.nbytes <= _KEPT_BYTES else weakref.ref(block)
-        origin = (mark.origin, mark.is_changed)
-        log.add((code, value, how.split, _item, (kind, operand, how, place, origin, ref, value)))
+        details = (kind, operand, how, place, mark.origin, mark.is_changed, ref, value)
+        log.add((code, value, how.split, _item, details))
 
     def _compare_simulated(
         self,
@@ -140,7 +144,7 @@ class CallWatcher:
         place: Place,
         wrong: bool,
     ) -> None:
-        item = _item(kind, operand, how, place, NO_ORIGIN, lambda: None if wrong else block)
+        item = _item(kind, operand, how, place, None, False, lambda: None if wrong else block)
         blocks = block._blocks if isinstance(block, PerRank) else {}
         if wrong:
             bad = next(r for r, b in blocks.items() if not _has_shape(b, how.shapes.get(r), how.dtype))
@@ -158,6 +162,8 @@ class CallWatcher:
                     t._local_tensor, (facts, place), self._step, is_unset
                 ):
                     self._written.append((weakref.ref(t), t._spec, (facts, place)))
+        elif facts.is_local and not is_unset:
+            pass  # a view: its values come from elsewhere
         elif type(result) is DTensor:
             mark_result(result._local_tensor, facts, place, is_unset)
         elif isinstance(result, list | tuple | DTensor):
@@ -264,11 +270,12 @@ def _item(
     operand: _Operand,
     how: Held,
     place: Place,
-    origin: tuple[Origin | None, bool],
+    origin: Origin | None,
+    is_changed: bool,
     ref: Callable[[], Any],
     value: Any = None,
 ) -> Item:
     """What to say of a value; `value` is its fingerprint."""
     shown = "" if value is None else f" (fingerprint {int(value) & 0xFFFFFFFF:08x})"
     text = _operand_text(operand, how) + shown
-    return Item(kind, text, line_of_place(place), describe_origin(*origin), ref)
+    return Item(kind, text, line_of_place(place), describe_origin(origin, is_changed), ref)

@@ -12,7 +12,6 @@ from shardwise.faults.source_line import Place, line_of_place
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = [
-    "NO_ORIGIN",
     "Mark",
     "Origin",
     "any_unset",
@@ -26,7 +25,6 @@ _MARK = "_shardwise_fingerprint"
 Origin = tuple[CallFacts, Place]
 """What wrote a block: the op, and the place in the program that called it."""
 _unset: set[bool] = set()  # not empty once there has been a block without values
-NO_ORIGIN: tuple[Origin | None, bool] = (None, False)
 
 
 class Mark:
@@ -95,6 +93,12 @@ def mark_of(block: Tensor) -> Mark:
     if mark.version != now or now < 0:
         mark.version, mark.value, mark.is_changed = now, None, True
     return mark
+
+
+def fits_without_check(block: Tensor, how: Held) -> bool:
+    """Whether nothing is to be compared of a block: it was found to fit, and each rank has values of its own."""
+    known = getattr(block, _MARK, None)
+    return not how.is_replicated and type(known) is Mark and known.how is how
 
 
 def any_unset(tensors: Sequence[Tensor]) -> bool:
