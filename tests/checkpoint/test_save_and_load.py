@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -193,6 +194,23 @@ def test_other_values_are_refused_with_a_way_out(tmp_path, value):
     with pytest.raises(checkpoint.CheckpointStateError, match="fix:"):
         checkpoint.save({"a": {"b": value}}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_refused(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    with pytest.raises(checkpoint.CheckpointStateError, match="nested"):
+        checkpoint.save({"x": nested}, tmp_path / "c")
+
+
+def test_threads_that_save_to_one_path_do_not_mix_their_files(tmp_path):
+    def save(value):
+        for _ in range(4):
+            checkpoint.save({"x": torch.full((50,), value)}, tmp_path / "c")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(save, [0.0, 1.0, 2.0]))
+    assert len(checkpoint.load(tmp_path / "c")["x"].unique()) == 1
 
 
 def test_pending_and_simulated_values_are_refused(tmp_path):

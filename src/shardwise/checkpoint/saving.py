@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from shardwise.comm import is_simulated
 __all__ = ["TIMEOUT", "Saving"]
 
 TIMEOUT = 1800.0
+_one_at_a_time = threading.Lock()
+"""Held while a process without others saves: threads that save to one path would write to one directory. On several ranks, the
+exchanges are in one order."""
 
 
 class Saving:
@@ -82,7 +87,8 @@ class Saving:
     def run(self) -> None:
         """Write the data of this rank, and wait until the checkpoint is there."""
         try:
-            agree(self.number, self._work, self._commit, self.timeout, self.alone)
+            with _one_at_a_time if self.alone else nullcontext():
+                agree(self.number, self._work, self._commit, self.timeout, self.alone)
         except CheckpointError:
             if self.rank == 0 and self.aside is not None:
                 shutil.rmtree(self.aside, ignore_errors=True)  # the next save may need the room
