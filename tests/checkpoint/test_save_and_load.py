@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from shardwise.checkpoint.loading import Loading
 from shardwise.checkpoint.save_plan import Stored, plan_save
 from shardwise.comm import axes_of, coord_of, counting, is_simulated, members_of
 from shardwise.layout import Axes, Layout, Shard, block_shape, owned
+from shardwise.torch_internals.connections import world_store
 
 DEEP = os.environ.get("SHARDWISE_DEEP") == "1"
 DTYPES = [
@@ -194,6 +196,23 @@ def test_other_values_are_refused_with_a_way_out(tmp_path, value):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_refused(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    with pytest.raises(checkpoint.CheckpointStateError, match="nested"):
+        checkpoint.save({"x": nested}, tmp_path / "c")
+
+
+def test_threads_that_save_to_one_path_do_not_mix_their_files(tmp_path):
+    def save(value):
+        for _ in range(4):
+            checkpoint.save({"x": torch.full((50,), value)}, tmp_path / "c")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(save, [0.0, 1.0, 2.0]))
+    assert len(checkpoint.load(tmp_path / "c")["x"].unique()) == 1
+
+
 def test_pending_and_simulated_values_are_refused(tmp_path):
     with sw.simulate(2):
         x = sw.DTensor.from_local(torch.ones(2), mesh_of((2,)), [sw.Partial()])
@@ -318,10 +337,24 @@ def save_different_keys(path):
     return error_of(checkpoint.save, state, path), error_of(checkpoint.save, {"x": x, "rank": rank}, path)
 
 
+class Unreadable:
+    def state_dict(self):
+        raise KeyError("step")
+
+
+def save_unreadable(path, rank):
+    """The first save of a world, whose state one rank cannot read."""
+    if torch.distributed.get_rank() == 0:
+        world_store().delete_key("shardwise/checkpoint/token")
+    torch.distributed.barrier()
+    return error_of(checkpoint.save, {"x": Unreadable() if torch.distributed.get_rank() == rank else 1}, path)
+
+
 def save_on_a_full_disk(path):
     """Rank 2 cannot write; the checkpoint from before stays."""
     x = sw.distribute_tensor(torch.arange(4.0), mesh_of((4,)), [sw.Shard(0)])
     checkpoint.save({"x": x}, path)
+    other = x + 1
     write = os.write
 
     def full(descriptor, data):
@@ -330,7 +363,7 @@ def save_on_a_full_disk(path):
     if torch.distributed.get_rank() == 2:
         os.write = full
     try:
-        first = error_of(checkpoint.save, {"x": x + 1}, path)
+        first = error_of(checkpoint.save, {"x": other}, path)
     finally:
         os.write = write
     into = {"x": torch.zeros_like(x)}
@@ -360,6 +393,9 @@ def test_errors_are_the_same_on_all_ranks(workers, tmp_path):
     assert kind == "CheckpointStateError"
     assert "y: torch.float32 [2] on rank 0, not on rank 2" in text
     assert "different values on rank 0 and rank 1" in values
+    for rank in (0, 3):
+        (found,) = set(workers.run(save_unreadable, tmp_path / "c", rank))
+        assert f"[rank {rank}] The state could not be read: KeyError: 'step'" in found[1]
     found = workers.run(save_on_a_full_disk, tmp_path / "c")
     assert len(set(found)) == 1
     assert found[0][0] == "CheckpointWriteError"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise import checkpoint
 
 BAD = 2  # the rank with the fault
 
@@ -106,6 +109,13 @@ def missing_call():
         total(x)
 
 
+def missing_background_save():
+    x = numbers()
+    if not is_bad():
+        path = Path(tempfile.gettempdir()) / f"shardwise-missing-save-{os.getppid()}"
+        checkpoint.async_save({"x": x}, path).wait()
+
+
 def other_order():
     x = numbers()
     calls = [lambda: total(x), lambda: x.full_tensor()]
@@ -171,6 +181,7 @@ SCENARIOS: dict[str, tuple[Callable[[], object], Expected]] = {
         (exception_in_backward, "raised", "scenarios.py", "RuntimeError"),
         (exit_quietly, "ended", "while others wait", "SystemExit"),
         (missing_call, "ended", "while others wait", ""),
+        (missing_background_save, "ended", "checkpoint.save", ""),
         (user_collective, "raised", "before the barrier", "KeyError"),
         (other_order, "diverged", "all-gather over tp: [8:tp, 4] -> [8, 4] f32", "PeerError"),
         (other_dtype, "diverged", "-> [8, 4] f64", "PeerError"),

@@ -125,9 +125,11 @@ def select_watcher() -> None:
 
 def traced(func: Any, route: Route) -> Run:
     """The run of a route, which notifies the listeners first and is run by the watcher, if there is one."""
-    site = CallSite(func, route)
+    site, inner = CallSite(func, route), route.run
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _watchers and not _listeners:  # as in most steps of a sampled `sanitize`
+            return inner(args, kwargs)
         if _listeners:
             call = TracedCall(func, route.kind, args, kwargs, route.plans or ())
             listeners = list(_listeners)
@@ -137,6 +139,6 @@ def traced(func: Any, route: Route) -> Run:
                     listener(call)
             finally:
                 _listeners[:] = listeners
-        return _watchers[-1](site, args, kwargs) if _watchers else route.run(args, kwargs)
+        return _watchers[-1](site, args, kwargs) if _watchers else inner(args, kwargs)
 
     return run

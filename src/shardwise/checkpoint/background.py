@@ -8,7 +8,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
+from shardwise.faults import current_session
 from shardwise.faults.scope import finishers
 
 __all__ = ["SaveHandle", "abandon_pending", "finish_pending", "start"]
@@ -43,8 +45,12 @@ class SaveHandle:
 
         Raises:
             CheckpointError: it could not be written; the same on all ranks.
+            PeerError: a rank of the same guard has died, has left, or has not begun to save within the timeout.
         """
-        self._thread.join()
+        session = current_session()
+        # in a wait that is watched: a rank that does not save as this one does is found as in a save that is waited for
+        with nullcontext() if session is None else session.patient_wait():
+            self._thread.join()
         if _pending[0] is self:
             _pending[0] = None
         if self._error is not None:

@@ -145,6 +145,10 @@ def check_tensor(tensor: Tensor, path: str) -> None:
         what = "is sparse or quantized"
         why = "Files have dense values."
         fix = "Save x.to_dense(), or its values and indices."
+    elif tensor.is_nested:
+        what = "is a nested tensor"
+        why = "Files have tensors of one shape."
+        fix = "Save x.unbind(), the list of its tensors."
     elif not has_name(tensor.dtype):
         what = f"has dtype {tensor.dtype}, which files of safetensors have no name for"
         why = "Files state the dtypes of their tensors."

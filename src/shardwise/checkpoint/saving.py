@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from shardwise.comm import is_simulated
 __all__ = ["TIMEOUT", "Saving"]
 
 TIMEOUT = 1800.0
+_one_at_a_time = threading.Lock()
+"""Held while a process without others saves: threads that save to one path would write to one directory. On several ranks, the
+exchanges are in one order."""
 
 
 class Saving:
@@ -82,28 +87,31 @@ class Saving:
     def run(self) -> None:
         """Write the data of this rank, and wait until the checkpoint is there."""
         try:
-            agree(self.number, self._work, self._commit, self.timeout, self.alone)
+            with _one_at_a_time if self.alone else nullcontext():
+                agree(self.number, self._work, self._commit, self.timeout, self.alone)
         except CheckpointError:
             if self.rank == 0 and self.aside is not None:
                 shutil.rmtree(self.aside, ignore_errors=True)  # the next save may need the room
             raise
 
     def _work(self) -> Report:
+        # first of all: the others wait for the token of rank 0, also where its state is wrong
+        token = run_token(self.timeout, self.alone)
         if self.error is not None:
             raise self.error
-        return {"reports": self._write(), **self._digest()}
+        self.aside = aside_path(self.path, token)
+        return {"reports": self._write(self.aside), **self._digest()}
 
-    def _write(self) -> list[Report]:
+    def _write(self, aside: Path) -> list[Report]:
         """Write the files of this process aside."""
         reports: list[Report] = []
-        self.aside = aside_path(self.path, run_token(self.timeout, self.alone))
         with write_errors(self.path):
             if self.rank == 0:
                 remove_left_files(self.path, keep_unknown=True)
             for rank in self.ranks:
                 staged = self.staged.pop(rank, None)
                 cells = bits_in(self.tensors, rank) if staged is None else staged.cells
-                reports.append(write_rank(self.plan, rank, self.aside, cells))
+                reports.append(write_rank(self.plan, rank, aside, cells))
                 if staged is not None:
                     staged.give_back()
         return reports

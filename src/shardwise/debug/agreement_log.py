@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ _TEXT_BYTES = 1024
 _NOTE = note_of("sanitize: comparing what the ranks have computed")
 _TEXT_NOTE = note_of("sanitize: exchanging the two sides of a divergence")
 Split = tuple[int, ...]
+Entry = tuple[int, "int | Tensor", Split, Callable[..., Item], tuple[Any, ...]]
+"""A code that all ranks must have; a value that may differ along the axes of the split only, 0 for none; and a function, with its
+arguments, that returns what the entry is about, called only for an error."""
 
 
 class Difference(NamedTuple):
@@ -91,30 +95,21 @@ class AgreementLog:
         self._clear()
 
     def _clear(self) -> None:
-        self._codes: list[int] = []
-        self._values: list[int | Tensor] = []
-        self._splits: list[Split] = []
-        self._items: list[Callable[[], Item]] = []
+        self._entries: list[Entry] = []
         self._problem = -1
 
-    def add(
-        self, code: int, value: int | Tensor, split: Split, item: Callable[[], Item], problem: bool = False
-    ) -> None:
-        """Add an entry: a code that all ranks must have, and a value that may differ along the axes `split` only.
-
-        Args:
-            value: a fingerprint, or 0 for none.
-            item: returns what it is about; called only for an error.
-            problem: whether this rank has found by itself that it is wrong.
-        """
-        if problem and self._problem < 0:
-            self._problem = len(self._codes)
-        self._codes.append(code)
-        self._values.append(value)
-        self._splits.append(split)
-        self._items.append(item)
-        if len(self._codes) == ENTRIES:
+    def add(self, entry: Entry) -> None:
+        """Add an entry, and compare all of them if there are enough."""
+        entries = self._entries
+        entries.append(entry)
+        if len(entries) == ENTRIES:
             self.compare()
+
+    def add_problem(self, entry: Entry) -> None:
+        """Add an entry that this rank has found by itself to be wrong."""
+        if self._problem < 0:
+            self._problem = len(self._entries)
+        self.add(entry)
 
     def add_simulated(self, values: Mapping[int, int], split: Split, item: Item) -> None:
         """Compare the fingerprints of all ranks of a simulation; raises at once."""
@@ -141,27 +136,31 @@ class AgreementLog:
         """
         if (group := self._group) is None:
             return
-        self.compared += len(self._codes)
+        self.compared += len(self._entries)
         self.comparisons += 1
-        rows = _gather(self._row(), group, _NOTE).tolist()
-        found = find_difference(rows, group.peers, self._splits + [()] * ENTRIES)
-        if found is not None:
-            self._raise(found, rows, group)
+        gathered = _gather(self._row(), group, _NOTE)
+        if self._problem >= 0 or not _are_alike(gathered):
+            rows = gathered.tolist()
+            splits = [entry[2] for entry in self._entries]
+            found = find_difference(rows, group.peers, splits + [()] * ENTRIES)
+            if found is not None:
+                self._raise(found, rows, group)
         self._clear()
 
     def _row(self) -> Tensor:
         stream = stream_of(key := stream_key(self.mesh))
         agreed = not stream.from_torch or key in stream.agreed_meshes
-        header = [len(self._codes), self._problem, _signed(stream.seed) if agreed else 0, stream.position]
-        row = torch.zeros(_HEADER + 2 * ENTRIES, dtype=torch.int64)
-        row[: _HEADER + len(self._codes)] = torch.tensor(header + self._codes, dtype=torch.int64)
-        values = [v if isinstance(v, int) else 0 for v in self._values]
-        row[_HEADER + ENTRIES :][: len(values)] = torch.tensor(values, dtype=torch.int64)
-        row = row.to(self.mesh.device_type)
-        for i, value in enumerate(self._values):
+        header = [len(self._entries), self._problem, _signed(stream.seed) if agreed else 0, stream.position]
+        codes = [entry[0] for entry in self._entries]
+        values = [entry[1] for entry in self._entries]
+        numbers = [v if isinstance(v, int) else 0 for v in values]
+        rest = [0] * (ENTRIES - len(codes))
+        row = array("q", [*header, *codes, *rest, *numbers, *rest])
+        data = torch.frombuffer(row, dtype=torch.int64).to(self.mesh.device_type)
+        for i, value in enumerate(values):
             if isinstance(value, Tensor):
-                row[_HEADER + ENTRIES + i] = value
-        return row
+                data[_HEADER + ENTRIES + i] = value
+        return data
 
     def _raise(self, found: Difference, rows: Sequence[Sequence[int]], group: Group) -> None:
         """Exchange what each rank has to say of a difference, and raise the same error on all of them."""
@@ -173,11 +172,11 @@ class AgreementLog:
             }
             self._clear()
             raise divergence("random", [ranks[found.first], *(ranks[i] for i in found.others)], sides)
-        item = self._items[found.entry]() if found.entry < len(self._items) else None
+        item = _item_of(self._entries[found.entry]) if found.entry < len(self._entries) else None
         mine = "nothing: it has run no further op" if item is None else item.describe()
         kind = found.kind if item is None or found.kind != "values" else item.kind
         data = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        text = f"{kind}\n{mine}".encode()[:_TEXT_BYTES]
+        text = f"{kind}\n{mine}".encode(errors="backslashreplace")[:_TEXT_BYTES]
         data[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         every = _gather(data.to(self.mesh.device_type), group, _TEXT_NOTE)
         texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in every.tolist()]
@@ -194,6 +193,15 @@ def _side(item: Item, blocks: object, rank: int) -> str:
     block = blocks.of_rank(rank) if hasattr(blocks, "of_rank") else blocks
     shown = None if block is None else (lambda: block)
     return Item(item.kind, item.text, item.place, item.origin, shown).describe()
+
+
+def _item_of(entry: Entry) -> Item:
+    return entry[3](*entry[4])
+
+
+def _are_alike(rows: Tensor) -> bool:
+    """Whether all rows are the same, of which none has a problem."""
+    return torch.equal(rows[1:], rows[:-1])
 
 
 def _gather(row: Tensor, group: Group, note: Note) -> Tensor:

@@ -93,7 +93,8 @@ class CallFacts(NamedTuple):
         text: the op and the specs of its operands.
         code: a number for the text.
         positions: the places of the tensors among the arguments; None if some are in lists or passed by name.
-        reads: the tensors whose values the op reads: their places among the tensors, and how they are held.
+        reads: the tensors whose values the op reads and ranks may disagree on, or whose blocks may not fit: their places among the
+            tensors, and how they are held.
         writes: those that it writes to.
         numbers: the places of arguments that are numbers or the like.
         codes: results of `code_of`, by the numbers among the arguments.
@@ -124,9 +125,14 @@ class CallFacts(NamedTuple):
         """A number for the op, the specs of its operands and the numbers among its arguments, and these numbers as text."""
         if not self.numbers and not kwargs:
             return self.code, ""
-        values = (*[args[i] for i in self.numbers], *kwargs.values())
+        key: Any
         try:
-            key = *values, *map(type, values), *kwargs  # 1 is not True
+            if len(self.numbers) == 1 and not kwargs:
+                value = args[self.numbers[0]]
+                key = value, type(value)  # 1 is not True
+            else:
+                values = (*[args[i] for i in self.numbers], *kwargs.values())
+                key = *values, *map(type, values), *kwargs
             found = self.codes.get(key)
         except TypeError:  # a list
             return self._new_code(args, kwargs)
@@ -174,7 +180,11 @@ def facts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFa
         # what is written to may have no values yet
         ()
         if _reads_no_values(info.qualified_name)
-        else tuple(_read(i, t, mesh) for i, t in enumerate(tensors) if id(t) not in written),
+        else tuple(
+            read
+            for i, t in enumerate(tensors)
+            if id(t) not in written and _can_differ(read := _read(i, t, mesh))
+        ),
         tuple(i for i, t in enumerate(tensors) if id(t) in written),
         tuple(i for i, a in enumerate(args) if _is_number(a)),
         {},
@@ -186,6 +196,11 @@ def facts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFa
 
 def _read(place: int, t: Tensor, mesh: Any) -> Read:
     return (place, held(t._spec), t._spec.mesh) if isinstance(t, DTensor) else (place, None, mesh)
+
+
+def _can_differ(read: Read) -> bool:
+    how = read[1]
+    return how is None or how.is_replicated or bool(how.shapes)
 
 
 def _plain_text(t: Tensor) -> str:

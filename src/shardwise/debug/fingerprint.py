@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -41,20 +41,31 @@ def fingerprint(block: Tensor, order: Sequence[int] | None = None) -> int | Tens
     if is_sparse(block):
         return zlib.crc32(repr([fingerprint(part) for part in parts_of(block)]).encode())
     if order is not None and block.dim() == len(order) > 1:
-        block = block.permute(*order)
-    if block.device.type != "cpu":
-        return fingerprint_on_device(block)
-    if block.is_conj() or block.is_neg() or not block.is_contiguous():
-        block = bytes_of(block.reshape(-1))
+        block = block.detach().permute(*order)
+    if not block.is_cpu:
+        return fingerprint_on_device(block.detach())
+    if not block.is_contiguous() or block.is_neg() or block.is_conj():
+        block = bytes_of(block.detach().reshape(-1))
     size = block.nbytes
-    start = block.data_ptr()
     if size <= _SMALL_BYTES:
-        return zlib.crc32((ctypes.c_char * size).from_address(start)) | _SALT << 32 if size else 0
-    sums, used = _column_sums(block)
-    found = zlib.crc32((ctypes.c_char * (8 * _COLUMNS)).from_address(sums.data_ptr()))
-    ends = zlib.crc32((ctypes.c_char * 4096).from_address(start))
-    ends = zlib.crc32((ctypes.c_char * (size - used)).from_address(start + used), ends)
+        return zlib.crc32(_memory(block.data_ptr(), size)) | _SALT << 32 if size else 0
+    sums, used = _column_sums(block.detach())
+    start = block.data_ptr()
+    found = zlib.crc32(_memory(sums.data_ptr(), 8 * _COLUMNS))
+    ends = zlib.crc32(_memory(start, 4096))
+    ends = zlib.crc32(_memory(start + used, size - used), ends)
     return (found << 31) ^ ends
+
+
+_array_types: dict[int, Callable[[int], ctypes.Array[ctypes.c_char]]] = {}
+
+
+def _memory(start: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    """The bytes at an address."""
+    kind = _array_types.get(size)
+    if kind is None:
+        kind = _array_types[size] = (ctypes.c_char * size).from_address
+    return kind(start)
 
 
 def _column_sums(block: Tensor) -> tuple[Tensor, int]:
