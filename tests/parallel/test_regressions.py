@@ -408,3 +408,19 @@ def test_096_the_gradient_norm_under_sequence_parallelism_in_bfloat16(mesh):
     model(blocks).float().square().sum().backward()
     got = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     torch.testing.assert_close(full(got), want, rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("built_inside", [False, True])
+def test_097_split_activations_in_inference_mode(mesh, built_inside):
+    """Tensors of inference mode count no writes: what was moved for one layer is moved again for the next."""
+    with torch.inference_mode(built_inside):
+        dense, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 16, 8)
+        plan = {"0": "sequence_parallel", "1": "colwise", "2": "rowwise"}
+        model = parallelize_module(copy.deepcopy(dense), mesh, plan)
+        sharded = fully_shard(copy.deepcopy(dense), mesh=mesh)
+    with torch.inference_mode():
+        want = dense(x)
+        torch.testing.assert_close(full(model(x)), want)
+        torch.testing.assert_close(full(sharded(x)), want)
+        sharded[2].weight.zero_()
+        torch.testing.assert_close(full(sharded(x)), dense[2].bias.expand(2, 16, 8))

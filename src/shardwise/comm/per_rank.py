@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.shared_writes import run_with_shared_writes, shared_writes, watch_shared_tensors
 from shardwise.torch_internals.collectives import collective_name
 from shardwise.torch_internals.patches import is_wrapped_by_transform
 from shardwise.torch_internals.subclass import make_wrapper, without_torch_functions
@@ -119,7 +120,7 @@ class PerRank(torch.Tensor):
             return join(
                 {r: func(b, *(at_rank(a, r) for a in rest)) for r, b in self._blocks.items()}, name_of(func)
             )
-        return map_ranks(func, *args, **kwargs)
+        return _run_program(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -140,7 +141,7 @@ class PerRank(torch.Tensor):
                 "  why: Each rank has its own autograd graph, which a torch.func transform or C++ code does not see.\n"
                 "  fix: Call it for each rank: shardwise.per_rank(lambda rank, x: torch.func.vmap(f)(x), x)"
             )
-        return map_ranks(func, *args, **(kwargs or {}))
+        return _run_program(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return PerRank, (self._blocks,)
@@ -202,6 +203,19 @@ def map_ranks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         r: fn(*(at_rank(a, r) for a in args), **{k: at_rank(v, r) for k, v in kwargs.items()}) for r in ranks
     }  # fmt: skip
     return join(results, name_of(fn))
+
+
+def _run_program(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A call of the program: `map_ranks`, which also takes care of plain tensors that are written to."""
+    name, ranks = name_of(func), ranks_in([*args, *kwargs.values()])
+    written = shared_writes(func, name, args, kwargs)
+    if not written or ranks is None:
+        with watch_shared_tensors(name, args, kwargs):
+            return map_ranks(func, *args, **kwargs)
+    results = run_with_shared_writes(func, at_rank, ranks, name, written, args, kwargs)
+    first = results[ranks[0]]
+    is_same = all(r is first for r in results.values())
+    return first if is_same else join(results, name)
 
 
 def name_of(fn: Callable[..., Any]) -> str:

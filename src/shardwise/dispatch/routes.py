@@ -26,6 +26,7 @@ from shardwise.call.overlap import (
     writes_overlapping,
     writes_repeated,
 )
+from shardwise.call.plain_gradients import takes_plain_operands, with_plain_gradients
 from shardwise.call.plain_targets import plain_targets, run_with_plain_targets
 from shardwise.call.resolve import Resolution, resolve
 from shardwise.call.route import Route, RouteKind, Run
@@ -294,6 +295,8 @@ def decide(call: OpCall, find_route: FindRoute) -> tuple[Route, Run]:
     func, run = call.func, route.run
     if positions := plain_tensors_to_compare(call):
         run = _comparing_plain(func, positions, call, run)
+    if takes_plain_operands(call):
+        run = with_plain_gradients(run)
     if any(t.dtype.is_complex for t in call.tensors):
         run = resolving_lazy_bits(run)
     run = checking_values(call, run)

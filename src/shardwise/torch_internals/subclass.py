@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 increment_versions: Any = torch._C._increment_version
 """`bump_versions` without its check: tensors of inference mode are passed over."""
 _is_inference: Any = torch.Tensor.is_inference
+_unknown_versions = count(1 << 40, 1 << 40)  # steps that sums with numbers of writes cannot make up for
 
 
 def _new_dtensor(cls: Any, local_tensor: Tensor, spec: Any, requires_grad: bool) -> Any:
@@ -85,12 +87,17 @@ def mark_parameter(x: Tensor) -> None:
 def version(x: Tensor) -> int:
     """How often a tensor, or a tensor that shares its memory, was written to in place.
 
+    A tensor of inference mode does not count writes. It might have been written to since, so it has another number each time.
+
     >>> x = torch.ones(1)
     >>> before = version(x)
     >>> version(x.add_(1)) - before
     1
     """
-    return x._version
+    try:
+        return x._version
+    except RuntimeError:
+        return next(_unknown_versions)
 
 
 def counts_writes(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import axes_of
+from shardwise.comm import axes_of, members_of
 from shardwise.parallel.data.group import Group
 from shardwise.parallel.data.module import FSDPModule, make_data_parallel, mark_recomputed
 from shardwise.parallel.data.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -27,6 +27,7 @@ from shardwise.parallel.data.shard import (
     slots_by_mesh,
 )
 from shardwise.parallel.data.state import State, groups_in, state_of
+from shardwise.parallel.data.statistics import spread_statistics
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["apply_layouts", "fully_shard", "replicate", "share_comm_ctx"]
@@ -142,6 +143,8 @@ def apply_layouts(
     for module in {id(m): m for m in (*modules, *called)}.values():
         make_data_parallel(module, state, _PREFIXES[what])
     mark_recomputed(modules, groups)
+    if slots:
+        spread_statistics(modules, tuple(members_of(slots[0].layout.mesh)))
     for module in modules:
         for path, inner in module.named_modules():
             if (theirs := state_of(inner)) is not None and theirs is not state:
