@@ -126,6 +126,35 @@ def test_a_parallelized_module_trains_as_on_one_device(mesh: DeviceMesh) -> None
             torch.testing.assert_close(block, p.detach())
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_steps_with_pending_gradients(mesh: DeviceMesh, kind: type, accumulated: bool) -> None:
+    dense = nn.Parameter(torch.ones(4))
+    steps = kind([dense], lr=0.25)
+    with LocalTensorMode(3):
+        p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        optimizer = kind([p], lr=0.25)
+    for i in range(3):
+        grad = torch.tensor([1.0, -2.0, 3.0, 0.5]) * (i + 1)
+        dense.grad = grad.clone()
+        steps.step()
+        with LocalTensorMode(3):
+            pending = DTensor.from_local(grad / 3, mesh, [Partial()])
+            p.grad = pending / 2 + pending / 2 if accumulated else pending
+            torch.nn.utils.clip_grad_norm_([p], 1e6)
+            optimizer.step()
+            got = p.full_tensor()  # type: ignore[attr-defined]
+        for block in blocks(got):
+            torch.testing.assert_close(block, dense.detach())
+
+
+def test_blocks_of_views_with_memory_of_their_own(mesh: DeviceMesh) -> None:
+    with LocalTensorMode(3):
+        view = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])[1:5]
+        assert isinstance(view._local_tensor, LocalTensor)  # type: ignore[attr-defined]
+        assert isinstance(view.add_(1)._local_tensor, LocalTensor)  # type: ignore[attr-defined]
+
+
 def test_shapes_and_offsets_differ_between_ranks(mesh: DeviceMesh) -> None:
     with LocalTensorMode(3):
         shape, offset = sw.compute_local_shape_and_global_offset((7, 2), mesh, [Shard(0)])

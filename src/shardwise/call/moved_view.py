@@ -21,6 +21,7 @@ from shardwise.call.strides import match_strides, may_overlap
 from shardwise.call.view_mode import mode_of_view
 from shardwise.call.view_source import Kind, ViewSource, held
 from shardwise.call.view_writes import announce_write, overlaps_itself, run_on_memory
+from shardwise.comm.local_mode import outside_local_mode
 from shardwise.layout import Spec, is_dense
 from shardwise.tensor.copy_methods import copy_block
 from shardwise.tensor.dtensor import DTensor, local_slot
@@ -235,6 +236,7 @@ def remember_base(
     return type(result)([view(i, r) for i, r in enumerate(result)])
 
 
+@outside_local_mode  # programs call it, and a view keeps the blocks of all ranks as simulations have them
 def move_in_place(x: DTensor, moved: DTensor) -> None:
     """Let a tensor object have another layout, which is no write: it becomes a view of what it was, in the blocks of `moved`.
 

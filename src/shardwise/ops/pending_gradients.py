@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.call.moved_view import move_in_place
+from shardwise.comm.local_mode import outside_local_mode
 from shardwise.comm.recording import recorders
 from shardwise.layout import Layout
 from shardwise.plan.settings import current_settings
@@ -38,6 +39,7 @@ _MOST = 1 << 24
 """So many bytes per rank are moved together at most, since a buffer holds all of them."""
 
 
+@outside_local_mode
 def settle_gradients(params: Iterable[Any]) -> None:
     """Move the gradients of parameters into the parameters' layouts, with few collectives.
 
@@ -112,6 +114,7 @@ def _buckets(params: Sequence[Any]) -> list[list[Any]]:
     return out
 
 
+@outside_local_mode
 def wait_in_layout(p: Tensor, grad: DTensor, layout: Layout) -> None:
     """Let a settled gradient be one in another layout for a while, to which others are added, and then be settled in its memory.
 

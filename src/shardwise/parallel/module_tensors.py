@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_internals.modules import own_parameters
 
 __all__ = ["Slot", "device_problems", "group_ties", "owned_tensors", "replace", "slots_of"]
 
@@ -64,8 +65,9 @@ def group_ties(slots: list[Slot]) -> list[list[Slot]]:
 
 def replace(slots: list[Slot], new: DTensor) -> None:
     """Put one distributed tensor into places that held one plain tensor; parameters stay parameters."""
-    old = slots[0].tensor
-    if isinstance(old, nn.Parameter):
+    old, owner = slots[0].tensor, slots[0].owner
+    # by the module: a copy of a parameter that is a tensor subclass may have forgotten that it is one
+    if slots[0].name in own_parameters(owner):
         new = nn.Parameter(new, requires_grad=old.requires_grad)  # type: ignore[assignment]
     for name, value in vars(old).items():
         if name != "_is_param":

@@ -36,6 +36,11 @@ def _block(x: DTensor) -> Tensor:
     return from_per_rank(block) if is_active() else block
 
 
+def _for_programs(read: Any) -> Any:
+    """A getter of blocks that gives programs LocalTensors."""
+    return lambda x: from_per_rank(read(x)) if is_active() else read(x)
+
+
 def _set_block(x: DTensor, block: Tensor) -> None:
     with torch.no_grad():
         local_slot.__set__(x, to_per_rank(block))
@@ -43,8 +48,12 @@ def _set_block(x: DTensor, block: Tensor) -> None:
 
 def _prepare() -> None:
     set_by_others.append(lambda: bool(local_modes))  # a mode sets torch's generator for each rank of each op
+    for cls in DTensor.__subclasses__():
+        own = vars(cls).get("_local_tensor")
+        if isinstance(own, property):  # a class that computes its blocks
+            cls._local_tensor = property(_for_programs(own.fget), own.fset)  # type: ignore[assignment]
     DTensor._local_tensor = property(_block, _set_block)  # type: ignore[assignment]
     for name in ("from_local", "to_local", "redistribute"):
         setattr(implementation, name, in_local_mode(getattr(implementation, name)))
-    for cls in (FromLocal, ToLocal, Redistribute, RedistributeMany):
-        cls.backward = staticmethod(outside_local_mode(cls.backward))  # type: ignore[method-assign]
+    for function in (FromLocal, ToLocal, Redistribute, RedistributeMany):
+        function.backward = staticmethod(outside_local_mode(function.backward))  # type: ignore[method-assign]
