@@ -19,7 +19,13 @@ __all__ = ["unchanged_objects", "values_read"]
 
 _SIMPLE = (int, float, bool, str, bytes, complex, type(None))
 _CONTAINERS = (list, dict, set, types.SimpleNamespace)
-_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), type(reversed([])))
+_ITERATORS: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    type(iter("")),
+    type(reversed([])),
+)
 _MISSING = object()
 
 
