@@ -1,8 +1,10 @@
 """Steps that a capture could get wrong: each trains as eager mode does, captured again or eagerly with a reason."""
 
 import copy
+import random
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -345,6 +347,70 @@ class SameTensorTwice(Case):
     def call(self, step, x):
         self.count = getattr(self, "count", 0) + 1
         return step(x, x) if self.count < 4 else step(x, x * 2)
+
+
+class ReadsObjects(Case):
+    """Numbers in lists, attributes and tensors that the loss reads, and that change between steps."""
+
+    captured = "some"
+    factors = [1.0]  # noqa: RUF012  of the class
+
+    def loss(self, model, x):
+        return model(x).square().mean() * self.scale[0] * self.factors[0] * self.tensor
+
+    def between(self, i, model, optimizer):
+        self.scale, self.factors[0], self.tensor = [i + 2.0], 1.0 + (i > 2), torch.full((), 1.0 + (i > 3))
+
+
+class PythonNumbers(Case):
+    captured = "none"
+
+    def loss(self, model, x):
+        return model(x).square().mean() * (1 + random.random())
+
+    def between(self, i, model, optimizer):
+        if i < 0:
+            random.seed(3)
+
+
+class NumpyNumbers(Case):
+    captured = "none"
+
+    def loss(self, model, x):
+        return model(x).square().mean() * (1 + numpy.random.rand())
+
+    def between(self, i, model, optimizer):
+        if i < 0:
+            numpy.random.seed(3)
+
+
+class Iterator(Case):
+    captured = "none"
+
+    def loss(self, model, x):
+        return model(x).square().mean() * next(self.numbers)
+
+    def between(self, i, model, optimizer):
+        if i < 0:
+            self.numbers = iter([1, 2, 3, 4, 5, 6])
+
+
+class NumbersAsTensors(Case):
+    """Rprop writes its factors to elements of a tensor."""
+
+    captured = "none"
+
+    def optimizer(self, model):
+        return torch.optim.Rprop(model.parameters(), lr=0.01)
+
+
+class OpsDependOnTheStep(Case):
+    """RAdam runs other ops from the sixth step on."""
+
+    captured = "some"
+
+    def optimizer(self, model):
+        return torch.optim.RAdam(model.parameters(), lr=0.01)
 
 
 class Closure(Case):

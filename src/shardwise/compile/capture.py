@@ -16,7 +16,7 @@ from shardwise.comm import coord_of, is_simulated, members_of
 from shardwise.comm.per_rank import at_rank
 from shardwise.compile.constants import MOST_LINES, Constants, ConstantWrittenError
 from shardwise.compile.errors import CaptureError, StateCreatedError
-from shardwise.compile.numbers import OptimizerNumbers
+from shardwise.compile.numbers import FIXED_NUMBERS, OptimizerNumbers
 from shardwise.compile.owners import Find, Input, Owners, always, owners_of
 from shardwise.compile.passes.dead_code import remove_dead_code
 from shardwise.compile.passes.memory_use import storages, written
@@ -317,6 +317,19 @@ def _overlap(blocks: Sequence[Tensor], inputs: Sequence[Input]) -> bool:
     return False
 
 
+def _check_constant(x: Tensor, node: fx.Node) -> None:
+    """Refuse a number of the optimizer that became a tensor, as in `sign[mask] = factor`: a later step might have another one."""
+    if x.dim() or not x.is_floating_point() or x.is_meta or is_fake(x):
+        return
+    if all(user.meta.get("section") != "optimizer" for user in node.users) or float(x) in FIXED_NUMBERS:
+        return
+    raise CaptureError(
+        "The optimizer makes a tensor of a number of its update.",
+        why="The numbers of an update (step, learning rate) are inputs of a program, and this tensor would be a constant.",
+        fix="Capture the forward and backward pass only, and call optimizer.step() after each run.",
+    )
+
+
 def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: Owners) -> list[Input]:
     """Put the inputs of the graph in the order in which a run passes them: blocks, states of streams, numbers."""
     written_to: set[int] = set()
@@ -328,7 +341,10 @@ def _order_inputs(recorder: Recorder, graph: fx.Graph, owners: Owners) -> list[I
         if not node.users:
             graph.erase_node(node)
             continue
-        known = owners.inputs.get(id(x)) or Input("constant", always(x))
+        known = owners.inputs.get(id(x))
+        if known is None:
+            _check_constant(x, node)
+            known = Input("constant", always(x))
         node.meta["name"] = known.name
         inputs.append(known._replace(is_written=bool(storages(node) & written_to)))
         order.append(node)

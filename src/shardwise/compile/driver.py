@@ -16,6 +16,7 @@ from shardwise.compile.errors import CaptureError, StateCreatedError
 from shardwise.compile.numbers import OpsChangedError
 from shardwise.compile.passes import EXACT, Passes
 from shardwise.compile.program import Program
+from shardwise.compile.side_effects import values_read
 from shardwise.compile.signature import Signature, keys_of, known_ids
 from shardwise.torch_internals.pytree import tree_flatten
 
@@ -67,15 +68,14 @@ class WholeStep:
         leaves, structure = tree_flatten(batch)
         known = known_ids(self._optimizer, [self._model]) if self._has_parameters(leaves) else ()
         key = (is_last, structure, *keys_of(leaves, known))
-        program = self._find(key, is_last, batch)
-        if program is not None:
+        for attempt in range(2):
+            program = self._find(key, is_last, batch)
+            if program is None:
+                break
             try:
                 return program.run_leaves(leaves)  # type: ignore[no-any-return]
             except OpsChangedError:
-                self._forget(key, program)
-                program = self._find(key, is_last, batch)
-                if program is not None:
-                    return program.run_leaves(leaves)  # type: ignore[no-any-return]
+                self._forget(key, program, always=attempt > 0)
         return self._eager(is_last, *batch)
 
     @property
@@ -96,7 +96,7 @@ class WholeStep:
         if is_last and not self._has_stepped and not any(map(self._optimizer.state.get, params)):
             self.reason = "the first step creates the state of the optimizer"
             return None
-        now = Signature(self._model, params)
+        now = Signature(self._model, params, values_read(self._loss_fn))
         try:
             some = self._captured.setdefault(key, [])
         except TypeError:
@@ -119,8 +119,19 @@ class WholeStep:
         self.reason = None
         return found
 
-    def _forget(self, key: Any, program: Program) -> None:
-        self._captured[key] = [pair for pair in self._captured[key] if pair[1] is not program]
+    def _forget(self, key: Any, program: Program, always: bool) -> None:
+        """Drop a program whose optimizer now runs other ops; for good, if one that was captured just now does not have them either."""
+        some = self._captured[key]
+        if always:
+            error = CaptureError(
+                "The optimizer runs other ops than a captured step.",
+                why="the optimizer runs other ops in this step than when it is captured",
+                fix="Capture the forward and backward pass only, and call optimizer.step() after each run.",
+            )
+            self._captured[key] = [(s, error if p is program else p) for s, p in some]
+            self.reason = error.reason
+        else:
+            self._captured[key] = [pair for pair in some if pair[1] is not program]
 
     def _capture(self, is_last: bool, batch: tuple[Any, ...]) -> Program:
         def step(*batch: Any) -> Tensor:

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from shardwise.compile.errors import CaptureError
 from shardwise.torch_internals.tracing import TorchDispatchMode
 
-__all__ = ["OpsChangedError", "OptimizerNumbers"]
+__all__ = ["FIXED_NUMBERS", "OpsChangedError", "OptimizerNumbers"]
 
-_FIXED = frozenset({0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5})
+FIXED_NUMBERS = frozenset({0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5})
 """Numbers that optimizers write into their formulas."""
 
 
@@ -184,9 +184,9 @@ class OptimizerNumbers:
             ops, numbers, _ = self._take_step(c, {k: copy_of(v) for k, v in state.items()})
             self._ops.append(ops)
             for n in numbers:
-                if n not in _FIXED:
+                if n not in FIXED_NUMBERS:
                     self._known.setdefault(n, len(self._known))
-            self._slots.append([self._known[n] if n not in _FIXED else None for n in numbers])
+            self._slots.append([self._known[n] if n not in FIXED_NUMBERS else None for n in numbers])
 
     def _take_step(
         self, c: _Class, numbers: dict[str, Any]
@@ -240,7 +240,7 @@ class OptimizerNumbers:
         inputs: dict[int, fx.Node] = {}
 
         def replace(value: Any) -> Any:
-            if type(value) is float and value not in _FIXED:
+            if type(value) is float and value not in FIXED_NUMBERS:
                 if (number := self._known.get(value)) is None:
                     raise CaptureError(
                         f"The optimizer {type(self.optimizer).__name__} passes {value} to an op.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +15,17 @@ from torch import Tensor, nn
 from shardwise.compile.errors import CaptureError
 from shardwise.compile.signature import REFERENCES
 
-__all__ = ["unchanged_objects"]
+__all__ = ["unchanged_objects", "values_read"]
 
 _SIMPLE = (int, float, bool, str, bytes, complex, type(None))
 _CONTAINERS = (list, dict, set, types.SimpleNamespace)
+_ITERATORS: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    type(iter("")),
+    type(reversed([])),
+)
 _MISSING = object()
 
 
@@ -36,12 +45,15 @@ def unchanged_objects(step: Callable[..., Any], modules: Sequence[nn.Module]) ->
     hooks or the functions that they call by name refer to directly.
     """
     places = _places(step, modules)
+    streams = _python_streams()
     try:
         yield
     except BaseException:
         for place in places:
             _restore(place)
+        _restore_streams(streams)
         raise
+    _check_streams(streams)
     changed = [f"{place.name}{_difference(place)}" for place in places if _difference(place) is not None]
     if changed:
         for place in places:
@@ -53,11 +65,72 @@ def unchanged_objects(step: Callable[..., Any], modules: Sequence[nn.Module]) ->
         )
 
 
+def values_read(function: Callable[..., Any]) -> list[Any]:
+    """What a function, and the functions that it calls by name, may read now of objects that they refer to.
+
+    These are the contents of closures, of globals that their code names, of lists and dicts, and the attributes that it names.
+    """
+    holders: list[Any] = []
+    names: set[str] = set()
+
+    def add(holder: Any, name: str) -> None:
+        if isinstance(holder, types.CodeType):
+            names.update(holder.co_names)
+        else:
+            holders.append((holder, name.endswith(".")))
+
+    _add_function(function, add, set())
+    out: list[Any] = []
+    for holder, is_object in holders:
+        content = _content(holder)
+        if isinstance(content, dict):
+            out += [v for k, v in content.items() if not is_object or k in names]
+        elif not isinstance(content, set):
+            out += content
+    return out
+
+
+_Stream = tuple[str, Any, Callable[[Any], None]]
+
+
+def _python_streams() -> list[_Stream]:
+    """The random streams of Python and of numpy: a name, the state, and what sets it."""
+    out: list[_Stream] = [("random", random.getstate(), random.setstate)]
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        out.append(("numpy.random", _numpy_state(numpy), numpy.set_state))
+    return out
+
+
+def _numpy_state(numpy: Any) -> Any:
+    kind, keys, *rest = numpy.get_state()
+    return (kind, tuple(keys.tolist()), *rest)
+
+
+def _restore_streams(before: Sequence[_Stream]) -> list[str]:
+    """Set streams to what they were; returns the names of those that were something else."""
+    now = {name: state for name, state, _ in _python_streams()}
+    moved = [name for name, state, _ in before if now[name] != state]
+    for name, state, set_state in before:
+        if name in moved:
+            set_state(state)
+    return moved
+
+
+def _check_streams(before: Sequence[_Stream]) -> None:
+    if moved := _restore_streams(before):
+        raise CaptureError(
+            f"The step draws numbers from {moved[0]}.",
+            why=f"A program has the numbers that {moved[0]} gave when it was captured, and each run would use them again.",
+            fix="Draw them outside of the step and pass them as arguments, or draw tensors: torch.rand_like(x).",
+        )
+
+
 def _places(step: Callable[..., Any], modules: Sequence[nn.Module]) -> list[_Place]:
     found: dict[int, _Place] = {}
 
     def add(holder: Any, name: str) -> None:
-        if id(holder) not in found:
+        if id(holder) not in found and not isinstance(holder, types.CodeType):
             found[id(holder)] = _Place(holder, name, _content(holder))
 
     for number, root in enumerate(modules):
@@ -93,6 +166,8 @@ def _add_function(function: Any, add: Callable[[Any, str], None], seen: set[int]
         _add_function(wrapped, add, seen, depth + 1)
     if (function.__module__ or "").split(".")[0] in _LIBRARIES:
         return
+    for code in _codes(function.__code__):
+        add(code, "")
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
         add(cell, name)
@@ -105,11 +180,19 @@ def _add_function(function: Any, add: Callable[[Any, str], None], seen: set[int]
         _add_value(value, name, add, seen, depth)
 
 
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those that are defined in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
 _LIBRARIES = frozenset({"torch", "shardwise", "numpy", "builtins"})
 
 
 def _add_value(value: Any, name: str, add: Callable[[Any, str], None], seen: set[int], depth: int) -> None:
-    if type(value) in _CONTAINERS:
+    if type(value) in (*_CONTAINERS, *_ITERATORS):
         add(value, name)
     elif isinstance(value, types.FunctionType | types.MethodType):
         _add_function(value, add, seen, depth + 1)
@@ -120,8 +203,9 @@ def _add_value(value: Any, name: str, add: Callable[[Any, str], None], seen: set
             return
         seen.add(id(value))
         add(value.__dict__, f"{name}.")
-        for key, inner in list(value.__dict__.items()):
-            if type(inner) in _CONTAINERS:
+        of_classes = [item for c in type(value).__mro__ for item in vars(c).items()]
+        for key, inner in [*value.__dict__.items(), *of_classes]:
+            if type(inner) in (*_CONTAINERS, *_ITERATORS):
                 add(inner, f"{name}.{key}")
 
 
@@ -151,6 +235,8 @@ def _content(holder: Any) -> Any:
             return {n: space.get(n, _MISSING) for n in names}
         case types.SimpleNamespace():
             return dict(vars(holder))
+        case _ if type(holder) in _ITERATORS:
+            return holder.__reduce__()[2:]  # where it is
         case _:
             return {"": _cell_content(holder)}
 
@@ -158,7 +244,7 @@ def _content(holder: Any) -> Any:
 def _difference(place: _Place) -> str | None:
     """The key under which something changed, as text; None if nothing did."""
     before, now = place.before, _content(place.holder)
-    if isinstance(before, set):
+    if isinstance(before, set | tuple):
         return None if before == now else ""
     if isinstance(before, list):
         before, now = dict(enumerate(before)), dict(enumerate(now))
@@ -206,5 +292,8 @@ def _restore(place: _Place) -> None:
         case types.SimpleNamespace():
             vars(holder).clear()
             vars(holder).update(before)
+        case _ if type(holder) in _ITERATORS:
+            if before:  # else it was at the end
+                holder.__setstate__(*before)
         case _ if before[""] is not _MISSING:
             holder.cell_contents = before[""]

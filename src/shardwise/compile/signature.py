@@ -75,7 +75,7 @@ class Signature:
 
     __slots__ = ("modes", "objects")
 
-    def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, params: Sequence[Tensor], read: Sequence[Any] = ()) -> None:
         settings = current_settings()
         self.modes = (
             torch.is_grad_enabled(),
@@ -87,7 +87,7 @@ class Signature:
             _autocast("cpu"),
             _autocast("cuda"),
         )
-        objects: list[Any] = []
+        objects: list[Any] = [*read]
         for module in model.modules():
             for name, value in module.__dict__.items():
                 if isinstance(value, dict):

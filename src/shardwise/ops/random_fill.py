@@ -97,7 +97,7 @@ def _parse_draw(text: str, sizes: tuple[int, ...] = ()) -> tuple[Numbers, BlockI
     said = json.loads(text)
     numbers = Numbers(said["op"], tuple(said["given"]), _BY_NAME[said["op"]])
     if "dims" in said:
-        dims = [
+        dims: list[Any] = [
             (tuple(axes), *([Factor(n, tuple(on)) for n, on in some] for some in rest))
             for axes, *rest in said["dims"]
         ]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._subclasses.fake_tensor import UnsupportedMutationAliasingException
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.torch_internals.module_fixer import after_import
 from shardwise.torch_internals.subclass import storage_id
@@ -77,16 +76,19 @@ def _check(args: Sequence[Any], written: Sequence[bool]) -> None:
 def _plain_parts(arg: Any) -> Iterator[Tensor]:
     if not isinstance(arg, Tensor):
         return
-    if is_traceable_wrapper_subclass(arg):
-        for name in arg.__tensor_flatten__()[0]:
-            yield from _plain_parts(getattr(arg, name))
+    wrapper: Any = arg
+    if hasattr(wrapper, "__tensor_flatten__"):
+        for name in wrapper.__tensor_flatten__()[0]:
+            yield from _plain_parts(getattr(wrapper, name))
     else:
         yield _replaced(arg)
 
 
 def _overlapping(parts: Sequence[Tensor]) -> set[int]:
     """Which of some tensors in one memory share elements with others, for the sizes at hand."""
-    forms = [[[*map(_hint, t.shape)], [*map(_hint, t.stride())], _hint(t.storage_offset())] for t in parts]
+    forms: list[Any] = [
+        [[*map(_hint, t.shape)], [*map(_hint, t.stride())], _hint(t.storage_offset())] for t in parts
+    ]
     memory = torch.empty(_hint(parts[0].untyped_storage().nbytes()), device="meta", dtype=torch.uint8)
     return set(compute_overlapping_tensors([memory.as_strided(*f) for f in forms], symbolic=False))
 

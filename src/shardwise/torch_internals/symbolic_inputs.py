@@ -117,14 +117,14 @@ def _equate_blocks(shapes: Any) -> None:
     original = holder.is_equal
 
     def is_equal(self: Any, a: Any, b: Any) -> bool:
-        return _of_input(a) == _of_input(b) or original(self, a, b)
+        return _of_input(a) == _of_input(b) or bool(original(self, a, b))
 
     holder.is_equal = is_equal
 
 
 def _of_input(source: Any) -> Any:
     """The size of an input, for that of its block."""
-    base = getattr(source, "base", None)
+    base: Any = getattr(source, "base", None)
     return replace(source, base=base.base) if getattr(base, "member", None) == "_local_tensor" else source
 
 
