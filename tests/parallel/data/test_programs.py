@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.parallel.data.models import Mlp, build, full
 from tests.parallel.data.test_engine import groups, shard_each
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -288,3 +288,38 @@ def test_ranks_that_use_different_parameters(workers, freed):
     for grads in workers.run(train_branches, freed):
         for g, p in zip(grads, dense.parameters(), strict=True):
             torch.testing.assert_close(g, torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+class _Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.filter = nn.Parameter(torch.ones(3)), nn.Parameter(torch.arange(30.0).view(5, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = (
+            torch.view_as_complex(self.filter).abs().square() + self.filter.view(torch.complex64)[..., 0].real
+        )
+        return x * (squares * self.gain).sum()
+
+
+def test_gathered_parameters_can_be_viewed_as_complex_numbers() -> None:
+    dense, x = _Spectral(), torch.ones(2)
+    dense(x).sum().backward()
+    with sw.simulate(3):
+        model = fully_shard(_Spectral(), mesh=sw.init_device_mesh("cpu", (3,)))
+        model(x).sum().backward()
+        for p, want in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().ranks[0], want.grad)
+
+
+def test_an_inner_module_comes_before_the_module_around_it() -> None:
+    with sw.simulate(2):
+        mesh, model = (
+            sw.init_device_mesh("cpu", (2,)),
+            nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))),
+        )
+        fully_shard(model[1], mesh=mesh)
+        with pytest.raises(RuntimeError, match="for inner modules before those that contain them"):
+            fully_shard(model[1][0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert model(torch.ones(2, 4)).shape == (2, 4)

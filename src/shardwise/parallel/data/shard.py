@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 _LAYOUT, _STORED = "_shardwise_layout", "_shardwise_stored"
+_grouped: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The names of the parameters in each module that a group has."""
 Choice = Callable[[nn.Parameter], tuple[DataAxes, int | None]]
 """The data axes of a parameter and the dim that they split, or None for a parameter that stays replicated."""
 
@@ -241,6 +243,8 @@ def make_slots(
     skipped = {id(p) for p in ignored}
     for fqn, module, name, param in _places(modules):
         if id(param) not in skipped:
+            if name in _grouped.get(module, ()) and _LAYOUT in vars(param):
+                raise _applied_outside(fqn, modules)
             # tied to a parameter of another group, which was replaced there
             current = vars(param).get(_STORED, param)
             found.setdefault(id(current), (fqn, current, []))[2].append((module, name))
@@ -259,8 +263,18 @@ def make_slots(
                     param.register_hook(_Replaced(fqn))
         for module, name in places:
             set_parameter(module, name, stored)
+            _grouped.setdefault(module, set()).add(name)
         slots.append(Slot(fqn, places, layout, policy, policy.dtype_of(stored)))
     return slots
+
+
+def _applied_outside(name: str, modules: Sequence[nn.Module]) -> AppliedTwiceError:
+    kinds = ", ".join(dict.fromkeys(type(m).__name__ for m in modules))
+    return AppliedTwiceError(
+        f"The parameter {name} of a {kinds} is in the group of a module around it.\n"
+        "  why: A module takes all parameters in it that no group has yet, so those of the module around it were taken first.\n"
+        "  fix: Call fully_shard or replicate for inner modules before those that contain them."
+    )
 
 
 def copy_from_first_rank(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
