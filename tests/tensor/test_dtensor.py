@@ -702,3 +702,15 @@ def test_constructing_with_a_block_that_requires_gradients_warns_of_the_lost_gra
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert DTensor(block, spec, requires_grad=True).requires_grad
+
+
+def test_numbers_that_all_ranks_have_are_formatted_as_numbers() -> None:
+    """Programs make names of them (`f"expert_{index}"`); a pending number would have to be reduced, so it shows its layout."""
+    with sw.simulate(2):
+        mesh = sw.init_device_mesh("cpu", (2,))
+        number = sw.distribute_tensor(torch.tensor(3), mesh)
+        pending = sw.distribute_tensor(torch.tensor(2.5), mesh, [sw.Partial()])
+        assert f"expert_{number}" == "expert_3"
+        assert [f"{i}" for i in sw.distribute_tensor(torch.tensor([4, 5]), mesh)] == ["4", "5"]
+        assert f"{pending}".startswith("DTensor(f32[] P(0,sum)")
+        assert f"{pending:.1f}" == "2.5"

@@ -31,6 +31,7 @@ _Shape = tuple[int, ...]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers as which values are moved, by their size; tensors of several dtypes move as the smallest of them."""
 _ALIGNMENT = 64  # bytes between the starts of results of different dtypes
+_WIDEST = 16  # bytes of the widest dtype, complex numbers of float64
 _LARGE_BLOCK = 1 << 14  # elements, which take longer to read than an op to call
 
 
@@ -172,12 +173,16 @@ class _Results(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     offsets: tuple[int, ...]  # in elements of the buffer
     size: int
-    models: tuple[Tensor, ...]  # of the shapes, if all results have one dtype and none is empty
+    models: tuple[
+        Tensor, ...
+    ]  # of the shapes and of what is between, if all have one dtype and none is empty
+    places: tuple[int, ...]  # of the results among them, if something is between
 
     def of(self, buffer: Tensor) -> list[Tensor]:
         if self.models and type(buffer) is Tensor:
             dtype = self.dtypes[0]
-            return parts_of(buffer if buffer.dtype is dtype else buffer.view(dtype), self.models)
+            parts = parts_of(buffer if buffer.dtype is dtype else buffer.view(dtype), self.models)
+            return [parts[i] for i in self.places] if self.places else parts
         out = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             count = math.prod(shape) * (dtype.itemsize // buffer.itemsize)
@@ -187,18 +192,39 @@ class _Results(NamedTuple):
         return out
 
 
-def _results(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype], unit: int) -> _Results:
-    """The results in a buffer whose elements have `unit` bytes."""
+def _results(
+    step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype], unit: int, *, aligned: bool = False
+) -> _Results:
+    """The results in a buffer whose elements have `unit` bytes.
+
+    Args:
+        step: the step.
+        me: the rank.
+        dtypes: of the results. Those of different dtypes are padded, which is not sent.
+        unit: the size of an element of the buffer.
+        aligned: whether to pad results of one dtype, too, so that each can be viewed as complex numbers or in a larger dtype.
+    """
     shapes = tuple(block_shape(m.step.target, me) for m in step.members)
-    # only results of different dtypes need padding, which is not sent
-    align = _ALIGNMENT // unit if len(set(dtypes)) > 1 else 1
-    offsets, size = [], 0
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        offsets.append(size)
-        count = math.prod(shape) * dtype.itemsize // unit
-        size += -(-count // align) * align
-    models = shape_models(shapes) if len(set(dtypes)) == 1 else ()
-    return _Results(shapes, tuple(dtypes), tuple(offsets), size, models)
+    sizes = [math.prod(shape) * dtype.itemsize // unit for shape, dtype in zip(shapes, dtypes, strict=True)]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    one_dtype = len(set(dtypes)) == 1
+    is_padded = not one_dtype or (aligned and any(start * unit % _WIDEST for start in starts))
+    align = _ALIGNMENT // unit if is_padded else 1
+    padded = [-(-size // align) * align for size in sizes]
+    offsets = tuple(itertools.accumulate(padded, initial=0))
+    between = [(more - size) * unit // dtypes[0].itemsize for more, size in zip(padded, sizes, strict=True)]
+    parts = [
+        part for shape, n in zip(shapes, between, strict=True) for part in ((shape, (n,)) if n else (shape,))
+    ]
+    counts = itertools.accumulate((2 if n else 1 for n in between), initial=0)
+    return _Results(
+        shapes,
+        tuple(dtypes),
+        offsets[:-1],
+        offsets[-1],
+        shape_models(parts) if one_dtype else (),
+        tuple(counts)[:-1] if any(between) else (),
+    )
 
 
 def _words(block: Tensor, word: torch.dtype) -> Tensor:
@@ -215,7 +241,7 @@ def _move(step: GroupedStep, me: Coord, dtypes: Sequence[torch.dtype]) -> Groupe
     where = [(m.step.source, m.step.target, me, step.axes) for m in step.members]
     factors = [dtype.itemsize // unit for dtype in dtypes]
     arriving = [boxes_in_target(*w).repeated(k) for w, k in zip(where, factors, strict=True)]
-    results, coming = _results(step, me, dtypes, unit), _chunks(arriving)
+    results, coming = _results(step, me, dtypes, unit, aligned=len(dtypes) > 1), _chunks(arriving)
 
     def unpack(received: Tensor, blocks: _Blocks) -> list[Tensor]:
         if len(dtypes) == 1 and coming.rows:  # it arrives in the order of the block

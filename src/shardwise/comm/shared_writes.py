@@ -134,5 +134,6 @@ def _error(name: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"{name} got tensors of each rank (PerRank), and writes to a plain tensor, which would be {what}.\n"
         "  why: On real processes each rank has its own copy; in a simulation this is one tensor for all ranks.\n"
-        "  fix: Give each rank its own, before: t = shardwise.per_rank(lambda rank: t.clone())"
+        "  fix: Make it from one of theirs, t = x.new_zeros(shape); or give each rank its own before, with\n"
+        "       t = shardwise.per_rank(lambda rank: t.clone())"
     )

@@ -27,6 +27,13 @@ def _each_element(name: str) -> Any:
     )
 
 
+def _has_number(x: Any) -> bool:
+    """Whether `item` of a tensor without dims needs no other rank."""
+    if x.is_meta or x._spec.layout.partial or x.device_mesh.get_coordinate() is None:
+        return False
+    return type(first_rank(x._local_tensor)) is Tensor  # no tensor of a tracer, which has no values
+
+
 class PythonMethods:
     """Methods of `DTensor` that convert it to values of Python and NumPy, and those that it refuses."""
 
@@ -57,8 +64,8 @@ class PythonMethods:
         return out if dtype is None else out.astype(dtype, copy=False)
 
     def __format__(self: Any, spec: str) -> str:
-        """A number in the given format if the tensor has no dims, else its representation."""
-        if self.dim() == 0 and spec:
+        """A number if the tensor has no dims, and either a format is given or all ranks have the number; else its representation."""
+        if self.dim() == 0 and (spec or _has_number(self)):
             return format(self.item(), spec)
         return object.__format__(self, spec)
 

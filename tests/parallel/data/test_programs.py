@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.parallel.data.models import Mlp, build, full
 from tests.parallel.data.test_engine import groups, shard_each
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -374,3 +374,25 @@ def test_ranks_that_use_different_parameters(workers, freed):
     for grads in workers.run(train_branches, freed):
         for g, p in zip(grads, dense.parameters(), strict=True):
             torch.testing.assert_close(g, torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+class _Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.filter = nn.Parameter(torch.ones(3)), nn.Parameter(torch.arange(30.0).view(5, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = (
+            torch.view_as_complex(self.filter).abs().square() + self.filter.view(torch.complex64)[..., 0].real
+        )
+        return x * (squares * self.gain).sum()
+
+
+def test_gathered_parameters_can_be_viewed_as_complex_numbers() -> None:
+    dense, x = _Spectral(), torch.ones(2)
+    dense(x).sum().backward()
+    with sw.simulate(3):
+        model = fully_shard(_Spectral(), mesh=sw.init_device_mesh("cpu", (3,)))
+        model(x).sum().backward()
+        for p, want in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().ranks[0], want.grad)
