@@ -102,6 +102,35 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path, source, target):
     assert first + rest == pytest.approx(expected, rel=1e-5)
 
 
+def lbfgs(ranks, steps, path):
+    """A parameter after so many steps of LBFGS, of which those before the checkpoint are not made again."""
+    p = nn.Parameter(
+        sw.distribute_tensor(torch.arange(6, dtype=torch.float64), mesh_of((ranks,)), [sw.Shard(0)])
+    )
+    optimizer = torch.optim.LBFGS([p], max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p.cos() + p * p).sum()
+        loss.backward()
+        return loss
+
+    if path.exists():
+        checkpoint.load(path, into={"p": p, "optimizer": optimizer})
+    for _ in range(steps):
+        optimizer.step(closure)
+    checkpoint.save({"p": p, "optimizer": optimizer}, path)
+    return whole(p.detach())
+
+
+def test_the_state_of_lbfgs_that_is_pending_is_reduced(tmp_path):
+    with sw.simulate(2):
+        expected = lbfgs(2, 5, tmp_path / "whole")
+        lbfgs(2, 3, tmp_path / "half")
+    with sw.simulate(3):
+        torch.testing.assert_close(lbfgs(3, 2, tmp_path / "half"), expected)
+
+
 def test_the_state_of_parameters_that_are_frozen_later_is_kept(tmp_path):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(net.parameters())

@@ -14,6 +14,7 @@ from shardwise.checkpoint.errors import CheckpointStateError
 from shardwise.checkpoint.safetensors_file import has_name
 from shardwise.checkpoint.values import encode
 from shardwise.comm import PerRank
+from shardwise.layout import Replicate
 from shardwise.tensor.dtensor import DTensor
 
 __all__ = ["Description", "clean_key", "describe_state", "parameter_names"]
@@ -111,8 +112,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) 
         return found  # an optimizer with a form of its own
     by_number = parameter_numbers(optimizer, names)
     groups = [{**g, "params": [by_number[i] for i in g["params"]]} for g in found["param_groups"]]
-    state = {by_number[i] if i in by_number else str(i): v for i, v in found["state"].items()}
+    state = {by_number[i] if i in by_number else str(i): _reduced(v) for i, v in found["state"].items()}
     return {**found, "state": state, "param_groups": groups}
+
+
+def _reduced(value: Any) -> Any:
+    """The state of a parameter with its pending tensors reduced, which nobody else can do: quotients of sums in LBFGS are."""
+    if isinstance(value, DTensor) and value.sharding.partial:
+        return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+    if isinstance(value, Mapping):
+        return {k: _reduced(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_reduced, value))
+    return value
 
 
 def _is_numbered(found: Mapping[str, Any]) -> bool:

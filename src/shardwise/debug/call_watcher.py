@@ -21,7 +21,6 @@ from shardwise.debug.marks import (
     Origin,
     any_unset,
     describe_origin,
-    fits_without_check,
     mark_of,
     mark_result,
     mark_written,
@@ -95,7 +94,7 @@ class CallWatcher:
                     self._log_value(log, t, _PLAIN, code, "plain", (i, facts), place)
                 continue
             block = t._local_tensor  # type: ignore[attr-defined]
-            if not simulated and fits_without_check(block, how):
+            if not (simulated or how.is_replicated) and _fits(block, how):
                 continue
             where = log if mesh is facts.mesh else self.log_of(mesh)
             self._log_value(where, block, how, code, "values", (i, facts), place)
@@ -118,14 +117,12 @@ class CallWatcher:
             if wrong or (how.is_replicated and isinstance(block, PerRank)):
                 self._compare_simulated(log, block, how, kind, operand, place, wrong)
             return
-        mark = mark_of(block)
-        if mark.how is not how:
-            if how.shapes and not _fits(block, how):
-                log.add_problem((code, 1, how.split, _layout_item, (operand, how, _found(block), place)))
-                return
-            mark.how = how
+        if how.shapes and not _fits(block, how):
+            log.add_problem((code, 1, how.split, _layout_item, (operand, how, _found(block), place)))
+            return
         if not how.is_replicated:
             return
+        mark = mark_of(block)
         value = mark.value
         if value is None:
             value = mark.value = _fingerprint(block, how) or 1
@@ -236,8 +233,10 @@ def _fits(block: Tensor, how: Held) -> bool:
 
 def _has_shape(block: Tensor, shape: tuple[int, ...] | None, dtype: Any) -> bool:
     """Whether a block has this shape and dtype; one without elements may be empty along another dim."""
-    if shape is None or block.dtype is not dtype:
-        return shape is None
+    if shape is None:
+        return True
+    if block.dtype is not dtype:
+        return False
     return block.shape == shape or (block.numel() == 0 and 0 in shape)
 
 

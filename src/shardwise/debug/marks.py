@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.debug.call_facts import CallFacts, Held
+from shardwise.debug.call_facts import CallFacts
 from shardwise.faults.source_line import Place, line_of_place
 from shardwise.tensor.dtensor import DTensor
 
@@ -37,16 +37,14 @@ class Mark:
         origin: what wrote it, if that is known.
         is_changed: whether it was written to afterwards, otherwise than by ops on DTensors.
         listed: the step in which it was last written to in place.
-        how: how the ranks hold the tensor whose block it is, if the block was found to fit that.
     """
 
-    __slots__ = ("how", "is_changed", "listed", "origin", "value", "version")
+    __slots__ = ("is_changed", "listed", "origin", "value", "version")
 
     def __init__(self, version: int, origin: Origin | None) -> None:
         self.version, self.origin, self.is_changed = version, origin, False
         self.value: Any = None
         self.listed = -1
-        self.how: Held | None = None
 
 
 def _version(block: Tensor) -> int:
@@ -93,12 +91,6 @@ def mark_of(block: Tensor) -> Mark:
     if mark.version != now or now < 0:
         mark.version, mark.value, mark.is_changed = now, None, True
     return mark
-
-
-def fits_without_check(block: Tensor, how: Held) -> bool:
-    """Whether nothing is to be compared of a block: it was found to fit, and each rank has values of its own."""
-    known = getattr(block, _MARK, None)
-    return not how.is_replicated and type(known) is Mark and known.how is how
 
 
 def any_unset(tensors: Sequence[Tensor]) -> bool:
