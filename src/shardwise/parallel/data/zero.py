@@ -95,6 +95,13 @@ def _check_optimizer(optimizer: Any, module: nn.Module) -> None:
             "  why: The optimizer of the module is to update the block of each rank.\n"
             "  fix: zero(module, torch.optim.AdamW(module.parameters()), mesh=mesh)"
         )
+    # Adagrad has a state from the beginning
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise RuntimeError(
+            "zero got an optimizer that has made a step.\n"
+            "  why: Its state belongs to the whole parameters.\n"
+            "  fix: Call zero before the first step, and load a checkpoint afterwards."
+        )
     theirs = {id(p) for p in module.parameters() if p.requires_grad}
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if theirs and not theirs & mine:
@@ -102,13 +109,6 @@ def _check_optimizer(optimizer: Any, module: nn.Module) -> None:
             f"zero got an optimizer that has no parameter of the {type(module).__name__}.\n"
             "  why: It would update other tensors than those that the module computes with.\n"
             "  fix: zero(module, torch.optim.AdamW(module.parameters()), mesh=mesh)"
-        )
-    # Adagrad has a state from the beginning
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
-        raise RuntimeError(
-            "zero got an optimizer that has made a step.\n"
-            "  why: Its state belongs to the whole parameters.\n"
-            "  fix: Call zero before the first step, and load a checkpoint afterwards."
         )
 
 
