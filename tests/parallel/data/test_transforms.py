@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import shardwise as sw
@@ -12,6 +13,7 @@ from shardwise import DTensor
 from shardwise.comm import counting
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.parallel import replicate
+from shardwise.parallel.data import saved
 
 
 class Force(nn.Module):
@@ -115,3 +117,24 @@ def test_parameters_are_freed_as_before_after_a_transform():
             loss.backward()
         # autograd saved the position of the last layer's weight, which is gathered again
         assert [e.step for e in ledger.entries].count("all-gather") == 1
+
+
+def test_hooks_of_saved_tensors_are_not_compiled():
+    """In a frame that `torch.compile` leaves to Python it would compile what autograd calls there, once for each shape."""
+    weight = torch.ones(3, 3)
+
+    class Owner:
+        def block_for_backward(self, slot, stamp):
+            return weight
+
+    @torch.compile(backend="eager")
+    def program(x):
+        torch._dynamo.skip_frame()
+        return (x @ weight).tanh()
+
+    keys = saved.register_blocks(Owner(), 1, [weight])
+    with saved.packing():
+        program(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    saved.forget_blocks(keys)
+    assert not _debug_get_cache_entry_list(saved._pack.__code__)
+    assert not _debug_get_cache_entry_list(saved._unpack.__code__)

@@ -18,6 +18,7 @@ from shardwise.layout import Spec
 from shardwise.tensor.dtensor import DTensor
 from shardwise.torch_internals.autograd import has_saved_tensor_hooks, optional_saved_tensor_hooks
 from shardwise.torch_internals.subclass import storage_id
+from shardwise.torch_internals.tracing import never_compile
 
 __all__ = ["BlockOwner", "forget_blocks", "packing", "register_blocks"]
 
@@ -126,3 +127,7 @@ def _unpack(packed: Any) -> Tensor:
             block = blocks[None] if None in blocks else PerRank(blocks)  # type: ignore[arg-type]
             return DTensor(block, packed.spec)
     return packed  # type: ignore[no-any-return]
+
+
+for _hook in (_pack, _unpack):  # autograd calls them for tensors that compiled code saves
+    never_compile(_hook)
