@@ -579,7 +579,7 @@ def test_an_internal_result_may_be_used_outside_of_the_module():
 # ---- options and errors
 
 
-def test_data_axes_by_name_beside_tensor_parallelism():
+def test_data_axes_by_name_and_tensor_parallel_on_the_same_axis():
     expected = train_dense("tensor parallel", 2, 1, 1)
     with simulate(4):
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -590,6 +590,16 @@ def test_data_axes_by_name_beside_tensor_parallelism():
         assert str(model.head.weight.sharding) == "[3:dp, 6]"
         x, y = batches(2, 1)[0]
         loss_of(model, *(sw.per_rank(lambda rank, t=t: t[rank // 2]) for t in (x, y))).backward()
+        for n, p in model.named_parameters():
+            torch.testing.assert_close(full(p.grad), expected[1][n])
+    with simulate(2):  # every rank has the same data: the parameters that tp splits stay as they are
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = build("tensor parallel")
+        model.split(mesh)
+        shard_each(model, mesh)
+        assert str(model.layers[0].weight.sharding) == "[7:tp, 5]"
+        rows = [t.flatten(0, 1) for t in (x, y)]
+        loss_of(model, *(sw.per_rank(lambda rank, t=t: t) for t in rows)).backward()
         for n, p in model.named_parameters():
             torch.testing.assert_close(full(p.grad), expected[1][n])
 

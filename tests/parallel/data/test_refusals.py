@@ -23,12 +23,6 @@ def inside_a_sharded_module():
     fully_shard(model[0], mesh=mesh_of(2))
 
 
-def over_the_axis_of_tensor_parallelism():
-    mesh = mesh_of(2, 2)
-    model = parallelize_module(layers(), mesh["tp"], {"0": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["tp"])
-
-
 def over_all_axes_beside_tensor_parallelism():
     mesh = mesh_of(2, 2)
     fully_shard(parallelize_module(layers(), mesh["tp"], {"2": ColwiseParallel()}), mesh=mesh)
@@ -67,7 +61,6 @@ def a_deleted_parameter():
     ("program", "error", "words"),
     [
         (inside_a_sharded_module, AssertionError, "weight is in the group of Sequential already"),
-        (over_the_axis_of_tensor_parallelism, ValueError, "whose axis tp already splits a parameter"),
         (over_all_axes_beside_tensor_parallelism, ValueError, "whose axis tp already splits a parameter"),
         (a_mesh_of_another_device, ValueError, "got cpu for DTensor and meta for FSDP"),
         (axes_by_name_of_a_mesh_without_names, ValueError, "must have mesh_dim_names when dp_mesh_dims"),

@@ -89,7 +89,7 @@ def parameter_layout(
         computed = lifted(param.sharding, theirs, mesh)
         used = computed.sharded | {a for a, _ in computed.partial}
         data = tuple(a for a in _indices(mesh, on.names) if a not in used)
-        if len(data) < len(on.names) and not whole_mesh:
+        if 0 < len(data) < len(on.names) and not whole_mesh:
             _refuse_overlap(param, on)
         inner = _inner(param, on) if whole_mesh else (theirs, param.sharding)
     names = axes_of(on.mesh).names_of(on.shard)
@@ -103,6 +103,10 @@ def parameter_layout(
 
 
 def _refuse_overlap(param: DTensor, on: DataAxes) -> None:
+    """Raise for data axes of which some split a parameter already, and others do not.
+
+    If all do, the data are the same on all their ranks, as tensor parallelism has it: what it has replicated is split for storage.
+    """
     both = ", ".join(n for n in axes_of(param.device_mesh).names if n in on.names)
     raise LayoutError(
         f"The data are on ({axes_of(on.mesh)}), whose axis {both} already splits a parameter: {param.sharding}.",
