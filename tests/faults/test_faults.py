@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch.distributed as dist
+from tests.faults.forked_world import run_world
 from tests.faults.harness import ROOT, run_on_processes
 from tests.faults.scenarios import BAD, SCENARIOS, alike, caught_alone
 
@@ -49,6 +51,21 @@ def test_errors_that_all_ranks_raise_break_nothing(workers):
     assert first == ["RuntimeError", "RuntimeError", "IndexError"]
     assert all(found == first for found in others)
     assert workers.run(caught_alone) == [496.0] * 4
+
+
+def leave_before_others_join(injected):
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    with sw.guard(timeout=20):
+        if dist.get_rank() == 0:
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_leaves_before_others_join_is_named():
+    outcome = run_world(leave_before_others_join, 2, limit=20)
+    assert outcome.ranks[1].end == "returned"
+    assert re.match("rank 1 of 2 (left the process group|has returned)", outcome.ranks[0].text)
 
 
 def raise_alike():

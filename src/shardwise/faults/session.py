@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -262,7 +263,9 @@ class Session:
             monitors.clear()
         world = self.snapshot()
         left = [r.words[STATE] == ENDED or r.process() == "gone" for r in world.records.values()]
-        self._folder.leave(all(left))
+        # a rank without a record may be about to join: the world that removed its folder could not tell it that this rank has left
+        local = min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.size)))
+        self._folder.leave(all(left) and len(left) >= local)
 
     def watcher_seconds(self) -> float:
         """The CPU time that the watching thread has taken."""

@@ -293,8 +293,10 @@ class DTensor(PythonMethods, ShapeMethods, CheckpointMethods, CopyMethods, Gradi
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         mesh = f"{self.device_mesh.device_type} mesh ({axes_of(self.device_mesh)})"
-        # torch.export notices reads of the attribute, and prints tensors that it does not know
-        block = DTensor._local_tensor.__get__(self, DTensor)  # type: ignore[attr-defined]
+        try:  # torch.export notices reads of the attribute, and prints tensors that it does not know
+            block = DTensor._local_tensor.__get__(self, DTensor)  # type: ignore[attr-defined]
+        except AttributeError:  # an asynchronous result, which is waited for
+            block = self._local_tensor
         return f"DTensor({self._spec} on {mesh}, local_tensor={block!r}{grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[SpecPattern, bool]]:
