@@ -117,7 +117,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) 
 
 
 def _reduced(value: Any) -> Any:
-    """The state of a parameter with its pending tensors reduced, which nobody else can do: quotients of sums in LBFGS are."""
+    """The state of a parameter with its pending tensors reduced; LBFGS has quotients of sums, which no layout can express."""
     if isinstance(value, DTensor) and value.sharding.partial:
         return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
     if isinstance(value, Mapping):
